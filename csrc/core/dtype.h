@@ -1,0 +1,119 @@
+// Element types: the 16-bit floats as plain bit patterns, and the accumulation type of each.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/host_device.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+namespace flashattn {
+
+enum class DType : uint8_t { float16, bfloat16, float32, float64, boolean };
+
+template <class To, class From>
+FLASHATTN_HD To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// float -> float16, round to nearest even; NaN stays NaN, overflow becomes infinity.
+FLASHATTN_HD uint16_t float_to_half_bits(float value) {
+#if defined(__CUDA_ARCH__)
+  return __half_as_ushort(__float2half_rn(value));
+#else
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) {
+    // Subnormal result: adding 0.5 leaves the rounded value in the low mantissa bits.
+    const float shifted = bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (bit_cast<uint32_t>(shifted) - 0x3f000000u));
+  }
+  const uint32_t odd = (magnitude >> 13) & 1u;
+  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
+#endif
+}
+
+FLASHATTN_HD float half_bits_to_float(uint16_t half) {
+#if defined(__CUDA_ARCH__)
+  return __half2float(__ushort_as_half(half));
+#else
+  // Scaling by 2^112 rebiases the exponent and normalises subnormals in one multiplication.
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  float value = bit_cast<float>(magnitude) * 0x1p112f;
+  if ((half & 0x7c00u) == 0x7c00u) value = bit_cast<float>(magnitude | 0x7f800000u);
+  return bit_cast<float>(bit_cast<uint32_t>(value) | sign);
+#endif
+}
+
+// float -> bfloat16, round to nearest even; NaN stays NaN.
+FLASHATTN_HD uint16_t float_to_bfloat_bits(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+FLASHATTN_HD float bfloat_bits_to_float(uint16_t bits) {
+  return bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+struct float16 {
+  uint16_t bits;
+  float16() = default;
+  FLASHATTN_HD explicit float16(float value) : bits(float_to_half_bits(value)) {}
+  FLASHATTN_HD explicit operator float() const { return half_bits_to_float(bits); }
+};
+
+struct bfloat16 {
+  uint16_t bits;
+  bfloat16() = default;
+  FLASHATTN_HD explicit bfloat16(float value) : bits(float_to_bfloat_bits(value)) {}
+  FLASHATTN_HD explicit operator float() const { return bfloat_bits_to_float(bits); }
+};
+
+// What an element type is accumulated in: fp32, and fp64 for fp64.
+template <class Element>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+template <class Element>
+using Accumulator = typename AccumulatorOf<Element>::type;
+
+// One conversion for every pair: a 16-bit float is reached through fp32.
+template <class To, class From>
+FLASHATTN_HD To convert(From value) {
+  if constexpr (sizeof(From) == 2) {
+    return static_cast<To>(static_cast<float>(value));
+  } else if constexpr (sizeof(To) == 2) {
+    return To(static_cast<float>(value));
+  } else {
+    return static_cast<To>(value);
+  }
+}
+
+template <class Element>
+inline constexpr DType kDType = DType::float32;
+template <>
+inline constexpr DType kDType<float16> = DType::float16;
+template <>
+inline constexpr DType kDType<bfloat16> = DType::bfloat16;
+template <>
+inline constexpr DType kDType<double> = DType::float64;
+template <>
+inline constexpr DType kDType<bool> = DType::boolean;
+
+}  // namespace flashattn
