@@ -1,8 +1,8 @@
 // Dropout as a pure function of (batch, head, row, column): the same bits on every device, in every
 // kernel and in both directions.
 //
-// One Philox call gives eight 16-bit numbers, for the eight columns of a row that one thread owns in
-// the m16n8 / m64nN accumulator layout: columns 2t, 2t+1 of each 8 in a block of 32.
+// One Philox call gives eight 16-bit numbers, for the eight columns of a row that one thread owns
+// in the m16n8 / m64nN accumulator layout: columns 2t, 2t+1 of each 8 in a block of 32.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,8 @@ struct DropoutStream {
 };
 
 struct Dropout {
-  const int64_t* rng_state = nullptr;  // (2) = [seed, offset] on the inputs' device; null: no dropout
+  // (2) = [seed, offset] on the inputs' device; null: no dropout.
+  const int64_t* rng_state = nullptr;
   uint32_t threshold = kDropoutLevels;
 
   FLASHATTN_HD explicit operator bool() const { return rng_state != nullptr; }

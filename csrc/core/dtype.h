@@ -47,12 +47,16 @@ FLASHATTN_HD float half_bits_to_float(uint16_t half) {
 #if defined(__CUDA_ARCH__)
   return __half2float(__ushort_as_half(half));
 #else
-  // Scaling by 2^112 rebiases the exponent and normalises subnormals in one multiplication.
+  // Rebias the exponent; a subnormal goes through an integer, so that a thread that flushes
+  // subnormal floats to zero (torch.set_flush_denormal) gets the same value.
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  float value = bit_cast<float>(magnitude) * 0x1p112f;
-  if ((half & 0x7c00u) == 0x7c00u) value = bit_cast<float>(magnitude | 0x7f800000u);
-  return bit_cast<float>(bit_cast<uint32_t>(value) | sign);
+  uint32_t bits = magnitude + 0x38000000u;
+  if ((half & 0x7c00u) == 0) {
+    bits = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(half & 0x3ffu)) * 0x1p-24f);
+  }
+  if ((half & 0x7c00u) == 0x7c00u) bits = magnitude | 0x7f800000u;
+  return bit_cast<float>(bits | sign);
 #endif
 }
 
@@ -105,8 +109,11 @@ FLASHATTN_HD To convert(From value) {
   }
 }
 
+// Only element types have one: anything else does not compile.
 template <class Element>
-inline constexpr DType kDType = DType::float32;
+inline constexpr DType kDType = Element::not_an_element_type;
+template <>
+inline constexpr DType kDType<float> = DType::float32;
 template <>
 inline constexpr DType kDType<float16> = DType::float16;
 template <>

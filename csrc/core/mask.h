@@ -45,8 +45,8 @@ struct SequenceMask {
 
   // True when every pair of the tile is visible: the tile needs no masking.
   FLASHATTN_HD bool all_visible(Range rows, Range keys) const {
-    return keys.begin >= rows.end - 1 + shift - left && keys.end - 1 <= rows.begin + shift + right &&
-           keys.begin >= 0 && keys.end <= len_k;
+    return keys.begin >= rows.end - 1 + shift - left &&
+           keys.end - 1 <= rows.begin + shift + right && keys.begin >= 0 && keys.end <= len_k;
   }
 
  private:
@@ -66,8 +66,13 @@ struct MaskRule {
 
   FLASHATTN_HD SequenceMask for_sequence(int64_t len_q, int64_t len_k) const {
     const int64_t shift = alignment == Alignment::bottom_right ? len_k - len_q : 0;
-    const int64_t right = causal && window_right > 0 ? 0 : window_right;
-    return {len_q, len_k, shift, window_left, right};
+    return {len_q, len_k, shift, reach(window_left), causal ? 0 : reach(window_right)};
+  }
+
+ private:
+  // A caller's own idea of "no limit", such as INT64_MAX, must not overflow in the inequalities.
+  FLASHATTN_HD static int64_t reach(int64_t window) {
+    return window < kUnlimited ? window : kUnlimited;
   }
 };
 

@@ -43,8 +43,7 @@ struct Sequences {
   // whatever the lists hold.
   FLASHATTN_HD Sequence operator[](int64_t sequence) const {
     if (!packed()) {
-      const int64_t len_k =
-          key_lengths ? clamp(key_lengths[sequence], 0, storage_k) : storage_k;
+      const int64_t len_k = key_lengths ? clamp(key_lengths[sequence], 0, storage_k) : storage_k;
       return {0, storage_q, 0, len_k};
     }
     const Span q = span(cu_q, used_q, sequence, storage_q, max_len_q);
@@ -58,7 +57,8 @@ struct Sequences {
   };
 
   FLASHATTN_HD static int64_t clamp(int64_t value, int64_t low, int64_t high) {
-    return value < low ? low : value > high ? high : value;
+    value = value > high ? high : value;
+    return value < low ? low : value;  // low wins, so a length is never negative
   }
 
   FLASHATTN_HD static Span span(const IntegerList& cu, const IntegerList& used, int64_t sequence,
