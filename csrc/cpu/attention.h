@@ -1,0 +1,47 @@
+// The CPU attention kernels. Each takes a problem of any dtype, strides and packing.
+#pragma once
+
+#include "core/problem.h"
+
+namespace flashattn::cpu {
+
+// Rows of `out` and `lse` that belong to no sequence are left alone; the caller fills them.
+void flash_forward(const AttentionProblem& problem, const ForwardOutputs& outputs);
+
+// Elements of the gradients that no pair reaches are left alone; the caller fills them with zero.
+void flash_backward(const AttentionProblem& problem, const BackwardInputs& inputs,
+                    const BackwardOutputs& outputs);
+
+struct NaiveOutputs {
+  UntypedView4 out;         // (batch, heads_q, len_q, head_dim_v), dtype
+  UntypedView4 lse;         // (batch, heads_q, len_q, 1), accumulator type
+  UntypedView4 max_logits;  // (batch, heads_q, 1, 1), fp32; absent unless asked for
+  UntypedView4 weights;     // (batch, heads_q, len_q, len_k), dtype; absent unless asked for
+  UntypedView4 probs;       // (batch, heads_q, len_q, len_k), dtype
+};
+
+struct NaiveBackwardInputs {
+  UntypedView4 grad_out;      // (batch, heads_q, len_q, head_dim_v), dtype
+  UntypedView4 grad_lse;      // (batch, heads_q, len_q, 1), accumulator type; may be absent
+  UntypedView4 grad_weights;  // (batch, heads_q, len_q, len_k), dtype; may be absent
+  UntypedView4 probs;         // (batch, heads_q, len_q, len_k), dtype
+  UntypedView4 lse;           // (batch, heads_q, len_q, 1), accumulator type
+};
+
+void naive_forward(const AttentionProblem& problem, const NaiveOutputs& outputs);
+void naive_backward(const AttentionProblem& problem, const NaiveBackwardInputs& inputs,
+                    const BackwardOutputs& outputs);
+
+// Calls function with a value of the dtype's element type.
+template <class Function>
+void with_element(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::float16: return function(float16{});
+    case DType::bfloat16: return function(bfloat16{});
+    case DType::float32: return function(float{});
+    case DType::float64: return function(double{});
+    case DType::boolean: return;  // never an input of attention
+  }
+}
+
+}  // namespace flashattn::cpu
