@@ -10,7 +10,8 @@ if(Python_EXECUTABLE)
     OUTPUT_VARIABLE nvidia_packages ERROR_QUIET)
 endif()
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
-  find_program(NVCC nvcc PATHS $ENV{CUDA_HOME} ${nvidia_packages} PATH_SUFFIXES bin)
+  find_program(NVCC nvcc PATH_SUFFIXES bin NO_CMAKE_SYSTEM_PATH
+    PATHS $ENV{CUDA_HOME} ${nvidia_packages})
   if(NVCC)
     set(CMAKE_CUDA_COMPILER ${NVCC})
   endif()
@@ -32,11 +33,17 @@ set(ENV{LIBRARY_PATH} "$ENV{LIBRARY_PATH}:${cuda_lib}")
 
 set(CMAKE_CUDA_ARCHITECTURES OFF)  # each target names its own
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.26 does not know that nvcc has C++20
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+endif()
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.0)
+  message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION} has no C++20: "
+    "install CUDA >= 12.0, or set FLASHATTN_EXT_CUDA=0 for the CPU kernels alone")
+endif()
 set(CMAKE_CUDA_STANDARD 20)
-set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
-enable_language(CUDA)
 
 # Only what this nvcc knows: CUDA 12.4 has no Blackwell, for example.
 execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE known)
