@@ -63,14 +63,27 @@ struct SoftmaxBackwardProblem {
   SoftmaxResult grad_input;
 };
 
-// The pairs (dtype read, dtype written) that have kernels: equal ones, a 16-bit input with an fp32
-// result, and the gradient of that.
-inline bool has_softmax_forward(DType input, DType output) {
-  const bool narrow = input == DType::float16 || input == DType::bfloat16;
-  return input == output || (narrow && output == DType::float32);
+// The pairs (type read, type written) that have kernels: equal ones, a 16-bit input with an fp32
+// result, and the gradient of that. Calls body(TypePair<Read, Written>{}); false for other pairs.
+template <class Read, class Written>
+struct TypePair {};
+
+template <class Body>
+bool with_softmax_forward_types(DType input, DType output, const Body& body) {
+  const auto is = [&](DType read, DType written) { return input == read && output == written; };
+  if (is(DType::float16, DType::float16)) return body(TypePair<float16, float16>{}), true;
+  if (is(DType::float16, DType::float32)) return body(TypePair<float16, float>{}), true;
+  if (is(DType::bfloat16, DType::bfloat16)) return body(TypePair<bfloat16, bfloat16>{}), true;
+  if (is(DType::bfloat16, DType::float32)) return body(TypePair<bfloat16, float>{}), true;
+  if (is(DType::float32, DType::float32)) return body(TypePair<float, float>{}), true;
+  if (is(DType::float64, DType::float64)) return body(TypePair<double, double>{}), true;
+  return false;
 }
-inline bool has_softmax_backward(DType output, DType input) {
-  return has_softmax_forward(input, output);
+
+template <class Body>
+bool with_softmax_backward_types(DType output, DType input, const Body& body) {
+  return with_softmax_forward_types(
+      input, output, [&]<class In, class Out>(TypePair<In, Out>) { body(TypePair<Out, In>{}); });
 }
 
 }  // namespace flashattn

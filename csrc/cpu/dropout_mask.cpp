@@ -16,9 +16,9 @@ void dropout_mask(const DropoutMaskProblem& problem) {
     const DropoutStream stream = problem.dropout.stream(task.batch, problem.heads_q, task.head);
     const Range range = rows[task.part];
     for (int64_t row = range.begin; row < range.end; ++row) {
-      bool* out = problem.mask +
-                  ((task.batch * problem.heads_q + task.head) * problem.len_q + row) *
-                      problem.len_k;
+      bool* out =
+          problem.mask +
+          ((task.batch * problem.heads_q + task.head) * problem.len_q + row) * problem.len_k;
       for (int64_t begin = 0; begin < problem.len_k; begin += kDropoutBlock) {
         const DropoutBlock block = dropout_block(stream, row, begin / kDropoutBlock);
         const int64_t width = std::min<int64_t>(kDropoutBlock, problem.len_k - begin);

@@ -95,8 +95,7 @@ void parallel_for_each(int64_t tasks, const MakeScratch& make_scratch, const Bod
 template <class Body>
 void parallel_for_each(int64_t tasks, const Body& body) {
   struct Nothing {};
-  parallel_for_each(
-      tasks, [] { return Nothing{}; }, [&](int64_t task, Nothing&) { body(task); });
+  parallel_for_each(tasks, [] { return Nothing{}; }, [&](int64_t task, Nothing&) { body(task); });
 }
 
 }  // namespace flashattn::cpu

@@ -94,8 +94,7 @@ void backward_row(SoftmaxFormula formula, const In* grad_output, const In* outpu
   Real sum = 0;
   for_each_chunk(length, [&](int64_t begin, int64_t count) {
     load(begin, count);
-    sum += sum_of<Real>(count,
-                        [&](int64_t i) { return formula.summand(grad[i], probability[i]); });
+    sum += sum_of<Real>(count, [&](int64_t i) { return formula.summand(grad[i], probability[i]); });
   });
   for_each_chunk(length, [&](int64_t begin, int64_t count) {
     if (length > kChunk) load(begin, count);
@@ -115,8 +114,8 @@ struct Columns {
 };
 
 template <class In, class Out>
-void forward_columns(SoftmaxFormula formula, Columns<const In> input, int64_t length,
-                     int64_t width, Columns<Out> output) {
+void forward_columns(SoftmaxFormula formula, Columns<const In> input, int64_t length, int64_t width,
+                     Columns<Out> output) {
   using Real = Accumulator<In>;
   const Microkernels<Real>& kernels = microkernels<Real>();
   Real max[kColumns], normaliser[kColumns], line[kColumns];
