@@ -29,7 +29,7 @@ class ScoreTerms {
     }
     if (problem.alibi_slopes) {
       has_alibi_ = true;
-      alibi_slope_ = static_cast<Real>(*problem.alibi_slopes.at(batch, head));
+      alibi_slope_ = *problem.alibi_slopes.as<const Real>().at(batch, head);
     }
   }
 

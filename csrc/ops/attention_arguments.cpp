@@ -148,11 +148,16 @@ MaskRule check_mask_rule(const ScoreOptions& options, bool lengths_differ,
   return rule;
 }
 
+const Tensor& converted(const Tensor& tensor, ScalarType dtype, CheckedProblem& checked) {
+  return checked.owned.emplace_back(torch::stable::to(tensor, dtype));
+}
+
 // Fills what ScoreOptions decide.
 void apply_score_options(const ScoreOptions& options, const Tensor& query,
                          CheckedProblem& checked) {
   AttentionProblem& p = checked.problem;
   const int64_t batch = p.sequences.count;
+  const ScalarType real = accumulator_dtype(query.scalar_type());
   FLASHATTN_CHECK(options.softcap >= 0, "softcap", "a number from 0 (0: none)", options.softcap);
   FLASHATTN_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, "dropout_p",
                   "a probability from 0 to 1", options.dropout_p);
@@ -164,20 +169,17 @@ void apply_score_options(const ScoreOptions& options, const Tensor& query,
 
   if (options.alibi_slopes) {
     const Tensor& slopes = *options.alibi_slopes;
-    check_dtype("alibi_slopes", slopes, ScalarType::Float);
+    const ScalarType dtype = slopes.scalar_type();
+    FLASHATTN_CHECK(dtype == ScalarType::Float || dtype == real, "alibi_slopes", "dtype float32",
+                    dtype_text(dtype));
     check_same_device("alibi_slopes", slopes, query);
     const bool shared = slopes.dim() == 1 && slopes.size(0) == p.heads_q;
-    const bool own =
-        slopes.dim() == 2 && slopes.size(0) == batch && slopes.size(1) == p.heads_q;
+    const bool own = slopes.dim() == 2 && slopes.size(0) == batch && slopes.size(1) == p.heads_q;
     FLASHATTN_CHECK(shared || own, "alibi_slopes",
                     "shape (heads_q,) = " + sizes_text({p.heads_q}) + " or (batch, heads_q) = " +
                         sizes_text({batch, p.heads_q}),
                     shape_text(slopes));
-    p.alibi_slopes.data = static_cast<const float*>(slopes.const_data_ptr());
-    p.alibi_slopes.size[0] = batch;
-    p.alibi_slopes.size[1] = p.heads_q;
-    p.alibi_slopes.stride[0] = shared ? 0 : slopes.stride(0);
-    p.alibi_slopes.stride[1] = slopes.stride(shared ? 0 : 1);
+    p.alibi_slopes = head_view(converted(slopes, real, checked));
   }
   if (options.sinks) {
     const Tensor& sinks = *options.sinks;
@@ -185,9 +187,7 @@ void apply_score_options(const ScoreOptions& options, const Tensor& query,
                     dtype_text(sinks.scalar_type()));
     check_shape("sinks", sinks, {p.heads_q});
     check_same_device("sinks", sinks, query);
-    checked.owned.push_back(
-        torch::stable::to(sinks, accumulator_dtype(query.scalar_type())));
-    p.sinks = head_view(checked.owned.back());
+    p.sinks = head_view(converted(sinks, real, checked));
   }
   if (options.rng_state) {
     check_dtype("rng_state", *options.rng_state, ScalarType::Long);
@@ -197,8 +197,8 @@ void apply_score_options(const ScoreOptions& options, const Tensor& query,
   if (options.dropout_p > 0) {
     FLASHATTN_CHECK(options.rng_state.has_value(), "rng_state",
                     "an int64 tensor [seed, offset] (see reserve_rng), since dropout_p > 0", "None");
-    checked.owned.push_back(torch::stable::contiguous(*options.rng_state));
-    p.dropout.rng_state = static_cast<const int64_t*>(checked.owned.back().const_data_ptr());
+    const Tensor& state = checked.owned.emplace_back(torch::stable::contiguous(*options.rng_state));
+    p.dropout.rng_state = static_cast<const int64_t*>(state.const_data_ptr());
     p.dropout.threshold = Dropout::threshold_for(options.dropout_p);
   }
 }
