@@ -1,0 +1,177 @@
+"""Trains a small GPT on the sources of Python's standard library: once with the attention of
+flashattn_ext, once with torch's. Same weights, same bytes, same schedule; then it compares.
+
+    python examples/train_gpt.py            both runs, a comparison, a sample, a picture
+    python examples/train_gpt.py --help     the arguments
+
+The model is in gpt.py, the text in source_text.py, a training run in training.py. Weights and
+picture go to runs/train_gpt/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from gpt import ATTENTIONS, Shape
+from source_text import Batch
+from training import Run, Settings, train, train_alone
+
+# Without dropout the two runs do the same arithmetic in another order, so their losses may differ
+# by rounding only, step for step. With dropout they draw different masks, so the two losses are
+# two samples of one experiment: their means over the last steps may differ by chance.
+EXACT_STEPS = 5
+EXACT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats/byte
+DROPOUT_TOLERANCE = 0.05  # nats/byte
+
+
+def check_agreement(what: str, ours: list[float], theirs: list[float], tolerance: float) -> bool:
+    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    agrees = difference <= tolerance
+    verdict = "agree" if agrees else "DO NOT AGREE"
+    print(f"{what}: {verdict}, difference {difference:.1e}, allowed {tolerance:.0e} nats/byte")
+    return agrees
+
+
+def why_not(device: str, dtype: torch.dtype) -> str:
+    """Why our attention cannot train on `device`; an empty string if it can."""
+    try:
+        head = torch.ones(4, 1, 8, device=device, dtype=dtype, requires_grad=True)
+        batch = Batch.pack([b"two", b"!"], torch.device(device))
+        ATTENTIONS["ours"](head, head, head, batch, 0.5).sum().backward()
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA: an AssertionError
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def choose_device(wanted: str | None, dtype: torch.dtype) -> str:
+    """The device that was asked for, else the GPU if our attention runs there, else the CPU."""
+    if wanted:
+        if reason := why_not(wanted, dtype):
+            raise SystemExit(f"train_gpt: cannot train on --device {wanted}: {reason}")
+        return wanted
+    if torch.cuda.is_available():
+        if not (reason := why_not("cuda", dtype)):
+            return "cuda"
+        print(f"There is a GPU, but this goes to the CPU: {reason}")
+    return "cpu"
+
+
+def describe_kernel(settings: Settings) -> str:
+    """Which of our kernels will do the work, in the package's own words."""
+    import flashattn_ext
+
+    shape, length = settings.shape, settings.context
+    query, key = (
+        torch.empty(1, heads, length, shape.head_dim, device=settings.device, dtype=settings.dtype)
+        for heads in (shape.heads_q, shape.heads_kv)
+    )
+    return str(flashattn_ext.explain(query, key, key, causal=True, dropout_p=settings.dropout))
+
+
+def report(runs: list[Run], tokens: int) -> None:
+    print(f"\n{'attention':<12}{'tokens/s':>10}{'peak memory':>14}{'seconds':>10}", end="")
+    print(f"{'train loss':>13}{'held-out loss':>16}{'bits/byte':>12}")
+    for run in runs:
+        print(f"{run.attention:<12}{run.tokens_per_second:>10,.0f}", end="")
+        print(f"{run.peak_bytes / 2**20:>10,.0f} MiB{run.seconds[-1]:>10.1f}", end="")
+        print(f"{run.final_loss:>13.3f}{run.held_out:>16.3f}{run.held_out / math.log(2):>12.3f}")
+    print(f"(losses in nats/byte, after {tokens:,} bytes of text)\n")
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """The loss by step, where the curves should lie on each other, and by time."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("No picture: matplotlib is not installed (pip install matplotlib)")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    window = max(1, len(runs[0].losses) // 30)
+    for run, colour, line in zip(runs, ("tab:blue", "tab:orange"), ("-", "--"), strict=True):
+        losses = torch.tensor(run.losses)
+        smooth = losses.unfold(0, window, 1).mean(-1)
+        for axes, x in ((by_step, range(1, len(losses) + 1)), (by_time, run.seconds)):
+            axes.plot(x, losses, color=colour, alpha=0.2, linewidth=1)
+            axes.plot(x[window - 1 :], smooth, color=colour, linestyle=line, label=run.attention)
+    by_step.set(xlabel="step", ylabel="training loss (nats/byte)")
+    by_time.set(xlabel="seconds")
+    for axes in (by_step, by_time):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle("A small GPT on Python's standard library, the same steps with both attentions")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    print(f"Picture of both loss curves: {path}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    here = Path(__file__).resolve().parents[1] / "runs" / "train_gpt"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="bytes in a step")
+    parser.add_argument("--context", type=int, default=512, help="longest document, in bytes")
+    parser.add_argument("--dropout", type=float, default=0.1, help="of the attention weights")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what can run")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a tiny run that only shows it works")
+    parser.add_argument("--out", type=Path, default=here, help="folder for weights and picture")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.batch_tokens, arguments.context = 20, 512, 128
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    dtype = getattr(torch, arguments.dtype)
+    shape = Shape(width=48, layers=2) if arguments.quick else Shape()
+    settings = Settings(
+        choose_device(arguments.device, dtype),
+        dtype,
+        shape,
+        arguments.steps,
+        arguments.batch_tokens,
+        arguments.context,
+        arguments.dropout,
+        arguments.seed,
+    )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    weights = arguments.out / "weights.pt"
+    parameters = sum(p.numel() for p in settings.model("ours").parameters())
+    print(f"{parameters:,} parameters on {settings.device} in {arguments.dtype}")
+    print(f"Our kernel: {describe_kernel(settings)}\n")
+
+    print(f"Without dropout, {EXACT_STEPS} steps: the losses must be equal but for rounding.")
+    exact = replace(settings, dropout=0.0, steps=EXACT_STEPS)
+    ours, theirs = (train(exact, attention) for attention in ("ours", "torch"))
+    tolerance = EXACT_TOLERANCE[dtype]
+    same = check_agreement("Step by step", ours.losses, theirs.losses, tolerance)
+
+    print(f"\nWith dropout {settings.dropout}, {settings.steps} steps:")
+    ours = train_alone(settings, "ours", weights)
+    theirs = train_alone(settings, "torch", arguments.out / "weights_torch.pt")
+    report([ours, theirs], settings.steps * settings.batch_tokens)
+    for what in ("final_loss", "held_out"):
+        pair = [getattr(ours, what)], [getattr(theirs, what)]
+        same &= check_agreement(what.replace("_", " "), *pair, DROPOUT_TOLERANCE)
+    draw([ours, theirs], arguments.out / "loss.png")
+
+    model = settings.model("ours").eval()
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    length = 40 if arguments.quick else 400
+    text = model.sample(b"def ", length, temperature=0.7, context=settings.context)
+    print(f"\nOur model continues 'def ':\n\n{text.decode(errors='replace')}\n")
+    if not same:
+        raise SystemExit("train_gpt: the two attentions do not agree, see above")
+
+
+if __name__ == "__main__":
+    main()
