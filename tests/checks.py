@@ -1,0 +1,224 @@
+"""Holding an op against the formula: results, gradients, dtypes, strides and exact zeros."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import formula
+import torch
+from layouts import dense_strides_like, lay_out
+from problems import DTYPES, build
+from tolerances import accumulator, assert_close
+
+TENSORS = ("query", "key", "value")
+DIFFERENTIABLE = ("attn_mask", "alibi_slopes", "sinks")
+
+
+def flash_attention(query, key, value, **options):
+    import flashattn_ext
+
+    results = flashattn_ext.flash_attention(
+        query, key, value, return_lse=True, return_max_logits=True, **options
+    )
+    return formula.Results(*results, weights=None)
+
+
+def flash_attention_varlen(query, key, value, **options):
+    import flashattn_ext
+
+    results = flashattn_ext.flash_attention_varlen(
+        query, key, value, return_lse=True, return_max_logits=True, **options
+    )
+    return formula.Results(*results, weights=None)
+
+
+def formula_for(options):
+    if "cu_seqlens_q" not in options:
+        return formula.attention
+
+    def packed(query, key, value, *, max_seqlen_q, max_seqlen_k, **others):
+        return formula.packed_attention(query, key, value, **others)
+
+    return packed
+
+
+def on_cpu(value):
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def run(function, tensors, options, upstream=None, dtype=None, wanted=None):
+    """Calls `function` and differentiates it: (results, {name: gradient}).
+
+    `upstream`: gradients of out, lse and (where given) weights; None: forward only. `dtype`: what the
+    floating tensors are turned into first. `wanted`: names to differentiate by; None: all.
+    """
+    named = dict(zip(TENSORS, tensors, strict=True)) | options
+    leaves = {}
+    for name in (*TENSORS, *DIFFERENTIABLE):
+        tensor = named.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            leaf = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+            if upstream is not None and (wanted is None or name in wanted):
+                leaves[name] = leaf.requires_grad_()
+            named[name] = leaf
+    results = function(**named)
+    if upstream is None:
+        return results, {}
+    outputs = [r for r, g in zip(_differentiable(results), upstream, strict=False) if g is not None]
+    upstream = [
+        g.to(result.dtype)
+        for g, result in zip([g for g in upstream if g is not None], outputs, strict=True)
+    ]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True)
+    return results, dict(zip(leaves, gradients, strict=True))
+
+
+def _differentiable(results):
+    return [results.out, results.lse] + ([results.weights] if results.weights is not None else [])
+
+
+def random_upstream(tensors, packed, layout="contiguous", weights=False):
+    """Upstream gradients for out and lse (and weights), reproducible; that of out in `layout`."""
+    query, key, value = tensors
+    dtype, generator = query.dtype, torch.Generator().manual_seed(17)
+
+    def normal(shape, kind):
+        random = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return random.to(device=query.device, dtype=kind)
+
+    rows = query.shape[:-1]
+    grad_out = lay_out(normal((*rows, value.shape[-1]), dtype), layout)
+    upstream = [grad_out, normal(rows[::-1] if packed else rows, accumulator(dtype))]
+    return [*upstream, normal((*rows, key.shape[-2]), dtype)] if weights else upstream
+
+
+@dataclasses.dataclass
+class Twins:
+    """What an op is held against; each run is (results, {name: gradient})."""
+
+    exact: tuple  # fp64
+    eager: tuple  # torch in the dtype of query
+    magnitudes: Callable  # () -> {name: sum of the magnitudes of the terms of the exact gradient}
+
+
+def twins(tensors, options, upstream):
+    tensors = [tensor.detach().cpu() for tensor in tensors]
+    options = {name: on_cpu(value) for name, value in options.items()}
+    upstream = None if upstream is None else [None if g is None else g.cpu() for g in upstream]
+    function, dtype = formula_for(options), tensors[0].dtype
+    exact = run(function, tensors, options, upstream, torch.float64)
+
+    def eager_in(kind):
+        return run(functools.partial(function, dtype=kind), tensors, options, upstream)
+
+    @functools.cache
+    def magnitudes():
+        summed = functools.partial(function, magnitudes=True)
+        return run(summed, tensors, options, upstream, torch.float64)[1]
+
+    if dtype == torch.float64:
+        inputs = dict(zip(TENSORS, tensors, strict=True)) | options
+        rounded = {name: grad.to(inputs[name].dtype) for name, grad in exact[1].items()}
+        return Twins(exact, (exact[0], rounded), magnitudes)
+    eager = eager_in(dtype)
+    if dtype != torch.float32:
+        careful = eager_in(torch.float32)
+        if not _finite_like(eager, exact):  # 16-bit scores have left the range
+            rounded = {name: grad.to(eager[1][name].dtype) for name, grad in careful[1].items()}
+            eager = careful[0]._replace(out=careful[0].out.to(dtype)), rounded
+        lse, max_logits = careful[0].lse, careful[0].max_logits
+        eager = eager[0]._replace(lse=lse, max_logits=max_logits), eager[1]
+    return Twins(exact, eager, magnitudes)
+
+
+def _finite_like(eager, exact):
+    def pairs():
+        yield from zip(_differentiable(eager[0]), _differentiable(exact[0]), strict=True)
+        yield from ((eager[1][name], exact[1][name]) for name in exact[1])
+
+    return all(torch.equal(torch.isfinite(a), torch.isfinite(b)) for a, b in pairs())
+
+
+def assert_matches(got, twin, tensors, options):
+    """(results, gradients) of an op against those of the formula."""
+    dtype = tensors[0].dtype
+    results, gradients = got
+    assert results.out.dtype == dtype
+    assert results.lse.dtype == accumulator(dtype)
+    sizes = results.out.shape
+    assert results.out.stride() == dense_strides_like(tensors[0], sizes), "strides of out"
+    for name in ("out", "lse", "weights"):
+        result = getattr(results, name)
+        if result is not None:
+            exact, eager = (getattr(run[0], name) for run in (twin.exact, twin.eager))
+            assert_close(name, result, exact, eager, dtype)
+    if results.max_logits is not None:
+        assert results.max_logits.dtype == torch.float32
+        exact, eager = (run[0].max_logits.float() for run in (twin.exact, twin.eager))
+        assert_close("max_logits", results.max_logits, exact, eager, torch.float32)
+    inputs = dict(zip(TENSORS, tensors, strict=True)) | options
+    for name, gradient in gradients.items():
+        given = inputs[name]
+        assert gradient is not None, f"grad of {name}: none"
+        assert gradient.dtype == given.dtype, f"grad of {name}: {gradient.dtype}"
+        exact, eager = (run[1][name] for run in (twin.exact, twin.eager))
+        terms = functools.partial(lambda name: twin.magnitudes()[name], name)
+        assert_close(f"grad of {name}", gradient, exact, eager, dtype, terms)
+        strides = dense_strides_like(given if name in TENSORS else gradient, gradient.shape)
+        assert gradient.stride() == strides, f"strides of the gradient of {name}"
+    assert_exact_zeros(got, options)
+
+
+def assert_exact_zeros(got, options):
+    """Rows and keys that take no part give exactly 0, not merely little."""
+    results, gradients = got
+    unused = results.lse.detach() == -float("inf")
+    unused = unused.transpose(0, 1) if "cu_seqlens_q" in options else unused
+    rows = {"out": results.out.detach(), "grad of query": gradients.get("query")}
+    for name, tensor in rows.items():
+        if tensor is not None:
+            assert not tensor[unused].count_nonzero(), f"{name}: not 0 in a row without keys"
+    for name in ("key", "value"):
+        gradient = gradients.get(name)
+        if gradient is None:
+            continue
+        if "cu_seqlens_k" in options:
+            hidden = gradient[gap_rows(options, "k", gradient.shape[0])]
+        elif options.get("key_lengths") is not None:
+            position = torch.arange(gradient.shape[2], device=gradient.device)
+            past = position >= options["key_lengths"].unsqueeze(1)
+            hidden = gradient.transpose(1, 2)[past]
+        else:
+            continue
+        assert not hidden.count_nonzero(), f"grad of {name}: not 0 past the keys in use"
+
+
+def gap_rows(options, side, total):
+    """bool (total): rows of a packed tensor that belong to no sequence, or to its unused part."""
+    begins = options[f"cu_seqlens_{side}"].tolist()
+    used = options.get(f"seqused_{side}")
+    gap = torch.ones(total, dtype=torch.bool)
+    for n, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
+        gap[begin : end if used is None else begin + int(used[n])] = False
+    return gap
+
+
+def check_call(op, tensors, options, *, layout="contiguous", backward=True, weights=False):
+    """Runs an op forward and backward on given tensors and holds it against the formula."""
+    upstream = None
+    if backward:
+        upstream = random_upstream(tensors, "cu_seqlens_q" in options, layout, weights)
+    twin = twins(tensors, options, upstream)
+    got = run(op, tensors, options, upstream)
+    assert_matches(got, twin, tensors, options)
+    return got
+
+
+def check(op, problem, device, *, backward=True, weights=False, seed=None):
+    """Builds a problem, runs the op on it forward and backward, and holds it against the formula."""
+    tensors, options = build(problem, device, seed)
+    assert tensors[0].dtype == DTYPES[problem.dtype]
+    layout = problem.layout
+    return check_call(op, tensors, options, layout=layout, backward=backward, weights=weights)

@@ -1,0 +1,84 @@
+"""What all tests share: import paths, devices, poisoned memory, a fixed seed."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+NAN_BYTES_EVERYWHERE = 0x100  # malloc fills with the lowest byte of this ^ 0xff, 0xff: a NaN in every dtype
+M_PERTURB = -6
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: needs a GPU, or more than a few seconds")
+    torch.set_num_threads(1)
+
+
+def has_cuda_kernel(op):
+    """Whether this machine can run `torch.ops.flashattn_ext.<op>` on a GPU."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return torch.cuda.is_available() and has_kernel(f"flashattn_ext::{op}", "CUDA")
+
+
+def devices():
+    found = ["cpu"]
+    if torch.cuda.is_available():
+        found.append(pytest.param("cuda", marks=pytest.mark.slow))
+    return found
+
+
+@pytest.fixture(params=devices())
+def device(request):
+    """cpu, and cuda where there is a GPU and the module's ops (its list OPS) have CUDA kernels."""
+    if request.param == "cuda":
+        for op in getattr(request.module, "OPS", ()):
+            if not has_cuda_kernel(op):
+                pytest.skip(f"{op} has no CUDA kernel")
+    return request.param
+
+
+def poison_memory(device="cpu"):
+    """Fills memory that the next allocations will reuse with NaN, so that an unwritten output shows."""
+    sizes = [2**n for n in range(4, 19)] + [3 * 2**n for n in range(4, 17)]
+    tensors = [torch.full((size,), float("nan"), device=device) for size in sizes for _ in range(2)]
+    del tensors
+
+
+def perturb_malloc(value):
+    """Tells the C library what to fill memory with; False where it cannot."""
+    try:
+        return ctypes.CDLL(None).mallopt(M_PERTURB, value) == 1
+    except (AttributeError, OSError):
+        return False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def malloc_is_poisoned():
+    """Where the C library can, all memory that malloc gives out is filled with NaN."""
+    yield perturb_malloc(NAN_BYTES_EVERYWHERE)
+    perturb_malloc(0)
+
+
+@pytest.fixture
+def untouched_malloc():
+    """Memory as the system gives it, for tests of tensors far larger than the machine."""
+    perturb_malloc(0)
+    yield
+    perturb_malloc(NAN_BYTES_EVERYWHERE)
+
+
+@pytest.fixture(autouse=True)
+def _clean_start(request, malloc_is_poisoned):
+    """Every test starts from the same seed and from poisoned memory."""
+    torch.manual_seed(0)
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    if parameters.get("device") == "cuda":
+        poison_memory("cuda")
+    elif not malloc_is_poisoned:
+        poison_memory("cpu")
