@@ -16,10 +16,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build import build
-from setuptools.command.build_ext import build_ext
+try:
+    from setuptools import Extension, setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build import build
+    from setuptools.command.build_ext import build_ext
+except ImportError:
+    sys.exit("flashattn_ext: building needs setuptools>=77: run `pip install 'setuptools>=77'`")
 
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "tools"))
@@ -47,9 +50,13 @@ class CMakeBuild(build_ext):
         }
         if architectures := toolchain.cuda_architectures():
             options["FLASHATTN_EXT_CUDA_ARCHITECTURES"] = architectures
-        # --fresh: an isolated build's tools lie elsewhere each time. Objects are still reused.
+        # An isolated build's tools lie elsewhere each time, so what CMake remembers of them goes;
+        # objects stay (`cmake --fresh` would remove them too).
+        (tree / "CMakeCache.txt").unlink(missing_ok=True)
+        for found_tools in (tree / "CMakeFiles").glob("[0-9]*"):
+            shutil.rmtree(found_tools)
         self._call(
-            *(cmake, "-S", str(ROOT), "-B", str(tree), "-G", "Ninja", "--fresh"),
+            *(cmake, "-S", str(ROOT), "-B", str(tree), "-G", "Ninja"),
             *(f"-D{name}={value}" for name, value in options.items()),
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         )
