@@ -6,7 +6,7 @@ PyTorch keeps in Python, and the public ops that are made of others.
 
 from __future__ import annotations
 
-import inspect
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,33 +53,42 @@ def register_autocast(op: torch._ops.OpOverload, cast: Callable) -> None:
         library.impl(op.name().split("::")[1], kernel, f"Autocast{device_type}")
 
 
-def define_public(
-    name: str, function: Callable, arguments: str, overloads: dict[str, Sequence[str]], tags=()
+def define_public(name: str, function: Callable, arguments: str, results: str = "Tensor", tags=()):
+    """Defines `torch.ops.flashattn_ext.<name>` as another name of a Python function."""
+    library.define(f"{name}({arguments}) -> {results}", tags=tags)
+    for key in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
+        library.impl(name, function, key)
+
+
+def define_public_with_results(
+    name: str, function: Callable, arguments: str, optional_results: Sequence[str]
 ) -> None:
-    """Defines `torch.ops.flashattn_ext.<name>` as another name of a Python function.
+    """The same for a function whose `return_...` arguments add results.
 
-    A schema has one fixed number of results, so each optional result makes an overload of its own:
-    `overloads` maps an overload's name to the `return_...` arguments that it has, which must be true.
+    A schema has one fixed number of results, so every choice of them is an overload of its own; the
+    overload of `return_lse` has that argument, and demands that it is true.
     """
-    for overload, wanted in overloads.items():
-        qualified = f"{name}.{overload}" if overload else name
-        flags = "".join(f", bool {flag}" for flag in wanted)
-        if flags and "*" not in arguments:
-            flags = ", *" + flags
-        results = "Tensor" if not wanted else f"({', '.join(['Tensor'] * (1 + len(wanted)))})"
-        library.define(f"{qualified}({arguments}{flags}) -> {results}", tags=tags)
-        library.impl(qualified, _checking_flags(function, wanted), "CompositeImplicitAutograd")
+    for count in range(len(optional_results) + 1):
+        for chosen in itertools.combinations(optional_results, count):
+            flags = "".join(f", bool {flag}" for flag in chosen)
+            results = f"({', '.join(['Tensor'] * (count + 1))})" if chosen else "Tensor"
+            overload = "_and_".join(flag.removeprefix("return_") for flag in chosen)
+            define_public(
+                f"{name}.{overload}" if overload else name,
+                _with_true_flags(function, chosen),
+                arguments + flags,
+                results,
+            )
 
 
-def _checking_flags(function: Callable, wanted: Sequence[str]) -> Callable:
-    if not wanted:
+def _with_true_flags(function: Callable, flags: Sequence[str]) -> Callable:
+    if not flags:
         return function
 
     def kernel(*args, **kwargs):
-        for flag in wanted:
+        for flag in flags:
             if not kwargs[flag]:
-                raise error(flag, "True in this overload (leave it out instead)", "False")
+                raise error(flag, "True (leave it out instead)", "False")
         return function(*args, **kwargs)
 
-    kernel.__signature__ = inspect.signature(function)
     return kernel
