@@ -1,0 +1,81 @@
+# From a bare clone, on Linux with Python >= 3.10:
+#
+#   make demo      train a small GPT on real text, compare with torch's attention
+#   make test      all tests, C++ and Python
+#
+# Both set up .venv first. Settings: PYTHON (the interpreter that makes .venv), TORCH (what to
+# install as torch), and the variables that setup.py names.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := $(CURDIR)/.venv
+READY := $(VENV)/.ready
+TREE := build/setup
+export PATH := $(VENV)/bin:$(PATH)
+export CMAKE_ARGS
+
+.PHONY: help setup build demo test cpp-test python-test sanitize lint format wheel check-wheel clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+$(READY):
+	tools/setup_debian.sh
+	$(PYTHON) -m venv $(VENV)
+	pip install -q "$(TORCH)" "setuptools>=77" wheel ninja "cmake>=3.25"
+	touch $@
+
+build: $(READY)
+	pip install -q -e ".[test,demo]" --no-build-isolation
+
+demo: build
+	python examples/train_gpt.py
+
+test: cpp-test python-test
+
+python-test: build
+	OMP_NUM_THREADS=1 pytest -n auto
+
+cpp-test: override CMAKE_ARGS += -DBUILD_TESTING=ON
+cpp-test: gtest build
+	cmake --build $(TREE) --parallel $$(nproc)
+	ctest --test-dir $(TREE) --output-on-failure
+
+# The torch-free C++ under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: gtest $(READY)
+	cmake --preset asan
+	cmake --build build/asan --parallel $$(nproc)
+	ctest --test-dir build/asan --output-on-failure
+
+.PHONY: gtest
+gtest:
+	tools/setup_debian.sh test
+
+# The formatters' versions: another one formats otherwise.
+LINTERS := ruff==0.17.6 clang-format==23.1.5
+CPP_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+
+lint: $(READY)
+	pip install -q $(LINTERS)
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run --Werror $(CPP_FILES)
+
+format: $(READY)
+	pip install -q $(LINTERS)
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CPP_FILES)
+
+wheel: $(READY)
+	rm -rf dist
+	pip wheel -q --no-deps -w dist .
+
+# The same wheel under the torch releases that it must work with.
+check-wheel: wheel
+	tools/check_wheel.sh dist/flashattn_ext-*.whl
+
+clean:
+	rm -rf build dist *.egg-info flashattn_ext/_C.so
