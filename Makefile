@@ -14,7 +14,8 @@ TREE := build/setup
 export PATH := $(VENV)/bin:$(PATH)
 export CMAKE_ARGS
 
-.PHONY: help setup build demo test cpp-test python-test sanitize lint format wheel check-wheel clean
+.PHONY: help setup build demo test cpp-test python-test sanitize lint format tidy house-rules
+.PHONY: wheel check-wheel clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,21 +54,24 @@ sanitize: gtest $(READY)
 gtest:
 	tools/setup_debian.sh test
 
-# The formatters' versions: another one formats otherwise.
+# The versions of formatters and linters: another one lays code out differently.
 LINTERS := ruff==0.17.6 clang-format==23.1.5
-CPP_FILES = $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+TIDY := clang-tidy==23.1.4
 
 lint: $(READY)
 	pip install -q $(LINTERS)
-	ruff check .
-	ruff format --check .
-	clang-format --dry-run --Werror $(CPP_FILES)
+	tools/lint.sh
 
 format: $(READY)
 	pip install -q $(LINTERS)
-	ruff check --fix .
-	ruff format .
-	clang-format -i $(CPP_FILES)
+	tools/lint.sh --fix
+
+tidy: $(READY)
+	pip install -q $(LINTERS) $(TIDY)
+	tools/lint.sh --tidy
+
+house-rules: build
+	pytest -q tests/test_house_rules.py
 
 wheel: $(READY)
 	rm -rf dist
