@@ -34,6 +34,18 @@ def flash_attention_varlen(query, key, value, **options):
     return formula.Results(*results, weights=None)
 
 
+def naive_attention(query, key, value, **options):
+    import flashattn_ext
+
+    results = flashattn_ext.naive_attention(
+        query, key, value, return_lse=True, return_max_logits=True, return_weights=True, **options
+    )
+    return formula.Results(*results)
+
+
+DENSE_OPS = {"flash": flash_attention, "naive": naive_attention}
+
+
 def formula_for(options):
     if "cu_seqlens_q" not in options:
         return formula.attention

@@ -258,8 +258,8 @@ def attention(
     if not parts:
         shapes = [(0, heads_q, len_q, value.shape[3]), (0, heads_q, len_q), (0, heads_q)]
         shapes.append((0, heads_q, len_q, len_k))
-        depends = (query.sum() + key.sum() + value.sum()).to(dtype)
-        return Results(*(depends.new_zeros(shape) + depends * 0 for shape in shapes))
+        nothing = (query.sum() + key.sum() + value.sum()).to(dtype)  # 0, for zero gradients
+        return Results(*(nothing.new_zeros(shape) + nothing for shape in shapes))
     return Results(*(torch.stack(column) for column in zip(*parts, strict=True)))
 
 
@@ -304,6 +304,9 @@ def packed_attention(
         out = out.index_copy(0, index, out_n.transpose(0, 1))
         lse = lse.index_copy(1, index, lse_n)
         max_logits.append(max_n)
+    if not max_logits:  # no sequence: zeros, with zero gradients
+        nothing = sum(tensor[:0].sum() for tensor in (query, key, value)).to(dtype)
+        out, lse = out + nothing, lse + nothing
     empty = query.new_zeros((0, heads_q), dtype=dtype)
     return Results(out, lse, torch.stack(max_logits) if max_logits else empty, None)
 

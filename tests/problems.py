@@ -196,9 +196,18 @@ def _valid(choice):
     needs_alignment = choice.get("causal") or choice.get("window") or choice.get("alibi")
     if dense and needs_alignment and choice.get("alignment") is None:
         choice["alignment"] = "top_left"
-    if dense and choice.get("key_lengths") is not None:
-        choice["key_lengths"] = choice["key_lengths"][: choice.get("batch", 2)]
-    return Problem(**choice)
+    problem = Problem(**choice)
+    if dense:
+        per_sequence = problem.heads_q * problem.len_q * problem.len_k
+        per_sequence *= problem.head_dim + problem.head_dim_v
+        batch = max(1, min(problem.batch, MOST_WORK // max(1, per_sequence)))
+        problem = dataclasses.replace(problem, batch=batch)
+        if problem.key_lengths is not None:
+            problem = dataclasses.replace(problem, key_lengths=problem.key_lengths[:batch])
+    return problem
+
+
+MOST_WORK = 20_000_000  # multiplications a product, so that thousands of problems run in minutes
 
 
 VISIBLE = {
