@@ -30,11 +30,8 @@ UNTESTED_CORE = {
     "host_device.h": "one macro",
 }
 
-# Tests that mirror no single source.
-WIDE_TESTS = {
-    "tests/test_house_rules.py": "the whole repository",
-    "tests/test_readme.py": "README.md and CONTRIBUTING.md",
-}
+# Public modules and ops that other tests cover than one of their name.
+TESTED_ELSEWHERE: dict[str, str] = {}
 
 
 def repository_files() -> list[str]:
@@ -273,22 +270,27 @@ def test_every_core_header_has_its_test():
     assert tested <= headers, "tests/core/X_test.cpp tests core/X.h"
 
 
-def test_every_test_mirrors_a_source():
-    stems = {Path(path).stem for path in (*CSRC, *files("flashattn_ext/", ".py"))}
-    folders = {part for path in FILES for part in Path(path).parts[:-1]}
+def test_every_cpp_test_has_its_source():
     found = []
-    for path in files("tests/", ".py", ".cpp", ".cu"):
-        name = re.fullmatch(r"test_(\w+)\.py|(\w+)_test\.cpp", Path(path).name)
-        if not name or path in WIDE_TESTS:
-            continue
-        subject = name[1] or name[2]
-        # A subject may be told apart further: test_flash_attention_errors.py.
-        parts = subject.split("_")
-        prefixes = {"_".join(parts[: n + 1]) for n in range(len(parts))}
-        if not prefixes & (stems | folders | {stem.lstrip("_") for stem in stems}):
+    for path in files("tests/", "_test.cpp"):
+        room, name = Path(path).parts[1], Path(path).name.removesuffix("_test.cpp")
+        if not any(Path(source).stem == name for source in files(f"csrc/{room}/")):
             found.append(path)
-    report(found, "a test is named after the source it tests, or in WIDE_TESTS with what it covers")
-    assert all((ROOT / path).exists() for path in WIDE_TESTS)
+    report(found, "tests/<room>/X_test.cpp tests X of csrc/<room>")
+
+
+def test_every_public_name_has_its_test():
+    sources = [f for f in files("flashattn_ext/", ".py") if not Path(f).name.startswith("_")]
+    sources += [f for f in files("csrc/ops/", ".cpp") if "STABLE_TORCH_LIBRARY_IMPL" in read(f)]
+    tests = [Path(path).stem for path in files("tests/", ".py")]
+    missing = [
+        source
+        for source in sources
+        if not any(test.startswith(f"test_{Path(source).stem}") for test in tests)
+        and source not in TESTED_ELSEWHERE
+    ]
+    report(missing, "X.py and ops/X.cpp are tested by a test_X*.py, or named in TESTED_ELSEWHERE")
+    report([f for f in TESTED_ELSEWHERE if f not in sources], "TESTED_ELSEWHERE names no source")
 
 
 # --- Words ----------------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
-// Compiled by test_house_rules.py where nvcc is found: every part of core/ that kernels call must be
-// device code too. Nothing here runs.
+// Compiled by test_house_rules.py where nvcc is found: every part of core/ that kernels call must
+// be device code too. Nothing here runs.
 #include "core/constants.h"
 #include "core/dropout.h"
+#include "core/dropout_mask_problem.h"
 #include "core/dtype.h"
 #include "core/mask.h"
 #include "core/online_softmax.h"
+#include "core/philox.h"
 #include "core/problem.h"
 #include "core/sequences.h"
+#include "core/softmax_formula.h"
 #include "core/softmax_gradient.h"
+#include "core/softmax_problem.h"
 #include "core/tensor_view.h"
 #include "core/tile_schedule.h"
 
@@ -49,6 +53,19 @@ __global__ void use_core(AttentionProblem problem, ForwardOutputs outputs) {
   }
 }
 
+template <class Real>
+__global__ void use_softmax(SoftmaxForwardProblem problem, DropoutStream stream, Real* result) {
+  const SoftmaxFormula formula{problem.kind};
+  const Real normaliser = formula.normaliser(Real(2));
+  const Real probability = formula.value(Real(1), normaliser);
+  const bool kept = dropout_block(stream, 0, 0).keep[threadIdx.x % kDropoutBlock];
+  result[problem.input.outer.offset(threadIdx.x)] =
+      kept ? formula.gradient(Real(1), probability, formula.summand(Real(1), probability))
+           : static_cast<Real>(philox4x32<10>({{1, 2, 3, 4}}, {{5, 6}}).word[0]);
+}
+
+template __global__ void use_softmax<float>(SoftmaxForwardProblem, DropoutStream, float*);
+template __global__ void use_softmax<double>(SoftmaxForwardProblem, DropoutStream, double*);
 template __global__ void use_core<float16>(AttentionProblem, ForwardOutputs);
 template __global__ void use_core<bfloat16>(AttentionProblem, ForwardOutputs);
 template __global__ void use_core<float>(AttentionProblem, ForwardOutputs);
