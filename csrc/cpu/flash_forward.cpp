@@ -28,7 +28,7 @@ struct ForwardPlan {
   static constexpr int64_t kWantedTasks = 32;
 
   explicit ForwardPlan(const AttentionProblem& p) {
-    heads_per_task = std::min<int64_t>(p.group_size(), 4);
+    heads_per_task = std::clamp<int64_t>(p.group_size(), 1, 4);  // a group may be empty
     const int64_t blocks = divide_up(p.group_size(), heads_per_task);
     const int64_t heads = p.heads_kv * blocks;
     query_tile = kRowsPerTask / heads_per_task / 16 * 16;
