@@ -22,6 +22,9 @@ struct OuterLayout {
 
   FLASHATTN_HD int64_t offset(int64_t index) const {
     int64_t result = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1  // 64-bit divisions are large, and mostly there are none
+#endif
     for (int d = rank - 1; d > 0; --d) {
       result += index % size[d] * stride[d];
       index /= size[d];
