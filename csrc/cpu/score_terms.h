@@ -107,14 +107,12 @@ class ScoreTerms {
 template <class Real>
 void dropout_factors(const DropoutStream& stream, int64_t row, Range keys, Real keep_scale,
                      Real* factors) {
-  constexpr int64_t kBlock = 32;  // columns that four Philox calls decide
-  for (int64_t block = keys.begin / kBlock * kBlock; block < keys.end; block += kBlock) {
-    DropoutNumbers groups[4];
-    for (int g = 0; g < 4; ++g) groups[g] = stream.numbers(row, block / kBlock * 4 + g);
-    const int64_t end = std::min(block + kBlock, keys.end);
-    for (int64_t col = std::max(block, keys.begin); col < end; ++col) {
-      const uint32_t number = groups[(col / 2) % 4].number(dropout_slot(col));
-      factors[col - keys.begin] = number < stream.threshold ? keep_scale : Real(0);
+  for (int64_t block = keys.begin / kDropoutBlock; block * kDropoutBlock < keys.end; ++block) {
+    const DropoutBlock decisions = dropout_block(stream, row, block);
+    const int64_t first = block * kDropoutBlock;
+    const int64_t end = std::min(first + kDropoutBlock, keys.end);
+    for (int64_t col = std::max(first, keys.begin); col < end; ++col) {
+      factors[col - keys.begin] = decisions.keep[col - first] ? keep_scale : Real(0);
     }
   }
 }
