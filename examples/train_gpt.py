@@ -27,19 +27,44 @@ EXACT_STEPS = 5
 EXACT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # nats/byte
 DROPOUT_TOLERANCE = 0.05  # nats/byte
 
+# What a run takes if the command line does not say otherwise.
+DEFAULTS = {
+    "cpu": {
+        "steps": 440,
+        "batch_tokens": 1024,
+        "context": 512,
+        "dtype": "float32",
+        "shape": Shape(width=192, layers=4),
+    },
+    "cuda": {
+        "steps": 1000,
+        "batch_tokens": 32_768,
+        "context": 32_768,
+        "dtype": "bfloat16",
+        "shape": Shape(width=384, layers=6),
+    },
+    "quick": {
+        "steps": 20,
+        "batch_tokens": 512,
+        "context": 128,
+        "dtype": "float32",
+        "shape": Shape(width=48, layers=2),
+    },
+}
 
-def check_agreement(what: str, ours: list[float], theirs: list[float], tolerance: float) -> bool:
+
+def agree(what: str, ours: list[float], theirs: list[float], tolerance: float) -> bool:
     difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-    agrees = difference <= tolerance
-    verdict = "agree" if agrees else "DO NOT AGREE"
+    same = difference <= tolerance
+    verdict = "agree" if same else "DO NOT AGREE"
     print(f"{what}: {verdict}, difference {difference:.1e}, allowed {tolerance:.0e} nats/byte")
-    return agrees
+    return same
 
 
-def why_not(device: str, dtype: torch.dtype) -> str:
+def why_not(device: str) -> str:
     """Why our attention cannot train on `device`; an empty string if it can."""
     try:
-        head = torch.ones(4, 1, 8, device=device, dtype=dtype, requires_grad=True)
+        head = torch.ones(4, 1, 8, device=device, requires_grad=True)
         batch = Batch.pack([b"two", b"!"], torch.device(device))
         ATTENTIONS["ours"](head, head, head, batch, 0.5).sum().backward()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA: an AssertionError
@@ -47,16 +72,16 @@ def why_not(device: str, dtype: torch.dtype) -> str:
     return ""
 
 
-def choose_device(wanted: str | None, dtype: torch.dtype) -> str:
+def choose_device(wanted: str | None) -> str:
     """The device that was asked for, else the GPU if our attention runs there, else the CPU."""
     if wanted:
-        if reason := why_not(wanted, dtype):
+        if reason := why_not(wanted):
             raise SystemExit(f"train_gpt: cannot train on --device {wanted}: {reason}")
         return wanted
     if torch.cuda.is_available():
-        if not (reason := why_not("cuda", dtype)):
+        if not (reason := why_not("cuda")):
             return "cuda"
-        print(f"There is a GPU, but this goes to the CPU: {reason}")
+        print(f"There is a GPU, but training goes to the CPU: {reason}")
     return "cpu"
 
 
@@ -72,14 +97,18 @@ def describe_kernel(settings: Settings) -> str:
     return str(flashattn_ext.explain(query, key, key, causal=True, dropout_p=settings.dropout))
 
 
-def report(runs: list[Run], tokens: int) -> None:
-    print(f"\n{'attention':<12}{'tokens/s':>10}{'peak memory':>14}{'seconds':>10}", end="")
-    print(f"{'train loss':>13}{'held-out loss':>16}{'bits/byte':>12}")
+def report(runs: list[Run], text_bytes: int) -> None:
+    print(f"\nAfter {text_bytes:,} bytes of text (losses in nats/byte):\n")
+    print(
+        "attention  tokens/s  peak memory  seconds  final loss  held-out loss  held-out bits/byte"
+    )
     for run in runs:
-        print(f"{run.attention:<12}{run.tokens_per_second:>10,.0f}", end="")
-        print(f"{run.peak_bytes / 2**20:>10,.0f} MiB{run.seconds[-1]:>10.1f}", end="")
-        print(f"{run.final_loss:>13.3f}{run.held_out:>16.3f}{run.held_out / math.log(2):>12.3f}")
-    print(f"(losses in nats/byte, after {tokens:,} bytes of text)\n")
+        print(
+            f"{run.attention:<9}{run.tokens_per_second:>10,.0f}{run.peak_bytes / 2**20:>9,.0f} MiB"
+            f"{run.seconds[-1]:>9.1f}{run.final_loss:>12.3f}{run.held_out:>15.3f}"
+            f"{run.held_out / math.log(2):>20.3f}"
+        )
+    print()
 
 
 def draw(runs: list[Run], path: Path) -> None:
@@ -111,63 +140,58 @@ def draw(runs: list[Run], path: Path) -> None:
     print(f"Picture of both loss curves: {path}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> tuple[Settings, Path]:
     here = Path(__file__).resolve().parents[1] / "runs" / "train_gpt"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="bytes in a step")
-    parser.add_argument("--context", type=int, default=512, help="longest document, in bytes")
+    parser.add_argument("--steps", type=positive)
+    parser.add_argument("--batch-tokens", type=positive, help="bytes of text in a step")
+    parser.add_argument("--context", type=positive, help="bytes: a longer file is cut in pieces")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
     parser.add_argument("--dropout", type=float, default=0.1, help="of the attention weights")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: what can run")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if it can")
     parser.add_argument("--quick", action="store_true", help="a tiny run that only shows it works")
     parser.add_argument("--out", type=Path, default=here, help="folder for weights and picture")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps, arguments.batch_tokens, arguments.context = 20, 512, 128
-    return arguments
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    out, quick = given.pop("out"), given.pop("quick")
+    given["device"] = choose_device(given.get("device"))
+    chosen = DEFAULTS["quick" if quick else given["device"]] | given
+    return Settings(**chosen | {"dtype": getattr(torch, chosen["dtype"])}), out
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, got {number}")
+    return number
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    dtype = getattr(torch, arguments.dtype)
-    shape = Shape(width=48, layers=2) if arguments.quick else Shape()
-    settings = Settings(
-        choose_device(arguments.device, dtype),
-        dtype,
-        shape,
-        arguments.steps,
-        arguments.batch_tokens,
-        arguments.context,
-        arguments.dropout,
-        arguments.seed,
-    )
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    weights = arguments.out / "weights.pt"
+    settings, out = parse_arguments()
+    out.mkdir(parents=True, exist_ok=True)
     parameters = sum(p.numel() for p in settings.model("ours").parameters())
-    print(f"{parameters:,} parameters on {settings.device} in {arguments.dtype}")
+    print(f"{parameters:,} parameters on {settings.device} in {settings.dtype}")
     print(f"Our kernel: {describe_kernel(settings)}\n")
 
-    print(f"Without dropout, {EXACT_STEPS} steps: the losses must be equal but for rounding.")
+    print(f"Without dropout, {EXACT_STEPS} steps: equal but for rounding?")
     exact = replace(settings, dropout=0.0, steps=EXACT_STEPS)
     ours, theirs = (train(exact, attention) for attention in ("ours", "torch"))
-    tolerance = EXACT_TOLERANCE[dtype]
-    same = check_agreement("Step by step", ours.losses, theirs.losses, tolerance)
+    tolerance = EXACT_TOLERANCE[settings.dtype]
+    if not agree("Step by step", ours.losses, theirs.losses, tolerance):
+        raise SystemExit("train_gpt: the two attentions do not agree, see above")
 
-    print(f"\nWith dropout {settings.dropout}, {settings.steps} steps:")
-    ours = train_alone(settings, "ours", weights)
-    theirs = train_alone(settings, "torch", arguments.out / "weights_torch.pt")
+    print(
+        f"\nWith dropout {settings.dropout}, {settings.steps} steps, each in a process of its own:"
+    )
+    ours, theirs = (train_alone(settings, name, out / f"{name}.pt") for name in ("ours", "torch"))
     report([ours, theirs], settings.steps * settings.batch_tokens)
-    for what in ("final_loss", "held_out"):
-        pair = [getattr(ours, what)], [getattr(theirs, what)]
-        same &= check_agreement(what.replace("_", " "), *pair, DROPOUT_TOLERANCE)
-    draw([ours, theirs], arguments.out / "loss.png")
+    same = agree("Final loss", [ours.final_loss], [theirs.final_loss], DROPOUT_TOLERANCE)
+    same &= agree("Held-out loss", [ours.held_out], [theirs.held_out], DROPOUT_TOLERANCE)
+    draw([ours, theirs], out / "loss.png")
 
     model = settings.model("ours").eval()
-    model.load_state_dict(torch.load(weights, weights_only=True))
-    length = 40 if arguments.quick else 400
-    text = model.sample(b"def ", length, temperature=0.7, context=settings.context)
+    model.load_state_dict(torch.load(out / "ours.pt", weights_only=True))
+    text = model.sample(b"def ", settings.context, temperature=0.7, context=settings.context)
     print(f"\nOur model continues 'def ':\n\n{text.decode(errors='replace')}\n")
     if not same:
         raise SystemExit("train_gpt: the two attentions do not agree, see above")
