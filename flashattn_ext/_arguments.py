@@ -1,7 +1,7 @@
 """Arguments of the attention functions: what Python completes, and what fake kernels check.
 
-The C++ ops check everything once more, values included; the rules here are the cheap half of theirs,
-for tensors that have a shape but no data.
+The C++ ops check everything once more, values included; the rules here are the cheap half of
+theirs, for tensors that have a shape but no data.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | N
     if attn_mask is None:
         return
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise error("attn_mask", f"dtype bool, float32 or {query.dtype}", attn_mask.dtype, RuntimeError)
+        raise error(
+            "attn_mask", f"dtype bool, float32 or {query.dtype}", attn_mask.dtype, RuntimeError
+        )
     full = (*query.shape[:3], key.size(2))
     expected = f"a shape that broadcasts to (batch, heads_q, len_q, len_k) = {tuple(full)}"
     _require(attn_mask.dim() <= 4, "attn_mask", expected, attn_mask)
@@ -106,7 +108,9 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor, length_dimension: int) -> None:
     if query.dtype not in FLOATING:
-        raise error("query", "dtype float16, bfloat16, float32 or float64", query.dtype, RuntimeError)
+        raise error(
+            "query", "dtype float16, bfloat16, float32 or float64", query.dtype, RuntimeError
+        )
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise error(name, f"dtype {query.dtype}", tensor.dtype, RuntimeError)

@@ -67,7 +67,7 @@ def has_tangent(value) -> bool:
 
 
 def apply(function: type[Function], *args):
-    """`function.apply` without its costly binding of defaults, and right at one level of torch.func.
+    """`function.apply` without its costly binding of defaults, right at a level of torch.func.
 
     At a level of `torch.func.grad`, `Function.apply` would start over at the top level; the kernel
     that calls this runs at the level it is meant for.
@@ -123,7 +123,7 @@ def differentiate_by_formula(op: torch._ops.OpOverload, formula: Callable) -> Di
             answer: list[Tensor | None] = [None] * len(args)
             upstream = tuple(grad for grad in grads if grad is not None)
             if upstream and wanted:
-                # Not torch.autograd.grad: it would miss tensors of a torch.func level that has ended.
+                # Not torch.autograd.grad: it misses tensors of a torch.func level that has ended.
                 _, pull_back = torch.func.vjp(differentiated, *[args[i] for i in wanted])
                 for i, grad in zip(wanted, pull_back(upstream), strict=True):
                     answer[i] = grad

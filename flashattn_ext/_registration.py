@@ -1,7 +1,7 @@
 """What every op's Python file registers through: the library, defaults, autocast, public overloads.
 
-The kernels and the schemas of the raw ops are in the C++ library; this one adds to it the rules that
-PyTorch keeps in Python, and the public ops that are made of others.
+The kernels and the schemas of the raw ops are in the C++ library; this one adds to it the rules
+that PyTorch keeps in Python, and the public ops that are made of others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ def raw_op(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.flashattn_ext, name).default
 
 
+def has_kernel(name: str, device_type: str) -> bool:
+    """Whether this build has a kernel of the raw op for devices of this type."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"{NAMESPACE}::{name}", key
+    )
+
+
 def argument_names(op: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
 def positional_defaults(op: torch._ops.OpOverload) -> tuple:
-    """The defaults of the positional arguments: the dispatcher leaves them out of calls to Python."""
+    """The defaults of the positional arguments, which the dispatcher leaves out of calls."""
     return tuple(a.default_value for a in op._schema.arguments if not a.kwarg_only)
 
 
@@ -41,16 +49,20 @@ def register_fake(op: torch._ops.OpOverload, kernel: Callable) -> None:
 def register_autocast(op: torch._ops.OpOverload, cast: Callable) -> None:
     """Under autocast, `cast(dtype, args, kwargs)` gives the arguments that the op then runs on."""
     defaults = positional_defaults(op)
-    for device_type in ("CPU", "CUDA"):
-        keys = DispatchKeySet(getattr(DispatchKey, f"Autocast{device_type}"))
 
-        def kernel(*args, _keys=keys, _device_type=device_type.lower(), **kwargs):
-            dtype = torch.get_autocast_dtype(_device_type)
+    def register(key: str, device_type: str) -> None:
+        keys = DispatchKeySet(getattr(DispatchKey, key))
+
+        def kernel(*args, **kwargs):
+            dtype = torch.get_autocast_dtype(device_type)
             args, kwargs = cast(dtype, (*args, *defaults[len(args) :]), kwargs)
-            with _ExcludeDispatchKeyGuard(_keys):
+            with _ExcludeDispatchKeyGuard(keys):
                 return op(*args, **kwargs)
 
-        library.impl(op.name().split("::")[1], kernel, f"Autocast{device_type}")
+        library.impl(op.name().split("::")[1], kernel, key)
+
+    register("AutocastCPU", "cpu")
+    register("AutocastCUDA", "cuda")
 
 
 def define_public(name: str, function: Callable, arguments: str, results: str = "Tensor", tags=()):

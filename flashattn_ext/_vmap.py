@@ -12,9 +12,10 @@ from flashattn_ext._registration import (
 )
 
 # Arguments whose first dimension is the batch.
-WITH_BATCH = frozenset(
-    "query key value key_lengths grad_out grad_lse grad_weights out lse lse_low probs".split()
-)
+WITH_BATCH = (
+    "query", "key", "value", "key_lengths", "grad_out", "grad_lse", "grad_weights", "out", "lse",
+    "lse_low", "probs",
+)  # fmt: skip
 
 
 def register_vmap(op: torch._ops.OpOverload, rule) -> None:

@@ -64,28 +64,30 @@ def flash_attention(
         key: (batch, heads_kv, len_k, head_dim), dtype of query. heads_q is a multiple of heads_kv;
             query head h reads key/value head `h // (heads_q // heads_kv)`.
         value: (batch, heads_kv, len_k, head_dim_v), dtype of query. Head dims are at most 512.
-        attn_mask: bool (True = attend), or float in the dtype of query or fp32, added to the scores;
-            any shape that broadcasts to (batch, heads_q, len_q, len_k). It is never copied.
+        attn_mask: bool (True = attend), or float in the dtype of query or fp32, added to the
+            scores; any shape that broadcasts to (batch, heads_q, len_q, len_k). It is never copied.
         causal: hides the keys right of the diagonal.
         window: (left, right), the number of keys to see on both sides of the diagonal, inclusive;
             None on a side: no limit there.
         alignment: where the diagonal ends: "top_left" (query 0 is level with key 0) or
-            "bottom_right" (the last query is level with the last key). Needed when causal, window or
-            alibi_slopes is used and len_q may differ from len_k.
+            "bottom_right" (the last query is level with the last key). Needed when causal, window
+            or alibi_slopes is used and len_q may differ from len_k.
         key_lengths: int32 or int64 (batch): keys in use. What lies behind them is never read.
         dropout_p: share of the probabilities to drop, in [0, 1]. There is no training flag.
         scale: default 1 / sqrt(head_dim).
         softcap: c > 0 turns a score s into c * tanh(s / c), before mask and ALiBi are added.
-        alibi_slopes: fp32 (heads_q) or (batch, heads_q): -slope * distance from the diagonal is added.
-        sinks: floating (heads_q): a logit that takes its share of every row's softmax and attends to
-            nothing.
+        alibi_slopes: fp32 (heads_q) or (batch, heads_q): -slope * distance from the diagonal is
+            added.
+        sinks: floating (heads_q): a logit that takes its share of every row's softmax and attends
+            to nothing.
         deterministic: bitwise reproducible gradients (results always are). None: as
             `torch.are_deterministic_algorithms_enabled()` says when backward runs.
-        rng_state: int64 (2), the dropout state (:func:`flashattn_ext.reserve_rng`); None: drawn here.
-        return_lse: also return the natural logarithm of each row's sum of exp(score), sinks included:
-            (batch, heads_q, len_q), fp32 (fp64 for fp64).
-        return_max_logits: also return the largest visible score of each head: (batch, heads_q), fp32,
-            without a gradient.
+        rng_state: int64 (2), the dropout state (:func:`flashattn_ext.reserve_rng`); None: drawn
+            here.
+        return_lse: also return the natural logarithm of each row's sum of exp(score), sinks
+            included: (batch, heads_q, len_q), fp32 (fp64 for fp64).
+        return_max_logits: also return the largest visible score of each head: (batch, heads_q),
+            fp32, without a gradient.
 
     Returns:
         out (batch, heads_q, len_q, head_dim_v), in dtype and memory order of query; or a tuple
@@ -95,9 +97,9 @@ def flash_attention(
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was expected and what came.
 
-    Gradients: of query, key, value, float attn_mask, alibi_slopes and sinks, through out and lse; only
-    those asked for are computed, accumulated in fp32. Second derivatives and forward mode go through
-    the unfused formula (:mod:`flashattn_ext.reference`), in quadratic memory.
+    Gradients: of query, key, value, float attn_mask, alibi_slopes and sinks, through out and lse;
+    only those asked for are computed, accumulated in fp32. Second derivatives and forward mode go
+    through the unfused formula (:mod:`flashattn_ext.reference`), in quadratic memory.
 
     Method: Dao et al., arXiv:2205.14135 and arXiv:2307.08691.
     """
@@ -141,9 +143,9 @@ def flash_attention_varlen(
     Args:
         query: (total_q, heads_q, head_dim): the rows of all sequences, one after the other.
         key, value: (total_k, heads_kv, head_dim), (total_k, heads_kv, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1), on the inputs' device: sequence s
-            has the rows from cu_seqlens[s] to cu_seqlens[s + 1]. On the CPU offsets that decrease or
-            pass the end are an error; on CUDA they are clamped.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (sequences + 1), on the inputs' device: sequence
+            s has the rows from cu_seqlens[s] to cu_seqlens[s + 1]. On the CPU offsets that decrease
+            or pass the end are an error; on CUDA they are clamped.
         max_seqlen_q, max_seqlen_k: no sequence is longer.
         seqused_q, seqused_k: int32 or int64 (sequences): how many rows of each sequence are in use.
         alignment: default "bottom_right".
@@ -189,8 +191,8 @@ def _register(
     """Gives `<name>_forward` and `<name>_backward` their gradients.
 
     inputs: how many leading arguments are no options (they come before out and lse in backward).
-    tensors: the arguments that may be tensors; differentiable: those with a gradient, in the order of
-    backward's results.
+    tensors: the arguments that may be tensors; differentiable: those with a gradient, in the order
+    of backward's results.
     """
     forward_op, backward_op = raw_op(f"{name}_forward"), raw_op(f"{name}_backward")
     names = argument_names(forward_op)
@@ -274,7 +276,8 @@ def _packed_backward_formula(grad_out, grad_lse, *args):
 def _fake_results(query, value, lse_shape, max_logits_shape, return_max_logits):
     real = reference.accumulation_dtype(query.dtype)
     lse = query.new_empty(lse_shape, dtype=real)
-    max_logits = query.new_empty(max_logits_shape if return_max_logits else (0,), dtype=torch.float32)
+    max_logits_shape = max_logits_shape if return_max_logits else (0,)
+    max_logits = query.new_empty(max_logits_shape, dtype=torch.float32)
     out = empty_in_order_of(query, (*query.shape[:-1], value.size(-1)))
     return out, lse, torch.empty_like(lse), max_logits
 

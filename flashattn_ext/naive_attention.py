@@ -58,8 +58,8 @@ def naive_attention(
     Memory grows with len_q * len_k. Use it to look at the weights, and to compare.
 
     Args:
-        return_weights: also return the weights, (batch, heads_q, len_q, len_k) in the dtype of query,
-            after dropout. A row that sees no key is 0.
+        return_weights: also return the weights, (batch, heads_q, len_q, len_k) in the dtype of
+            query, after dropout. A row that sees no key is 0.
         deterministic: accepted for the sake of equal signatures; results and gradients always are.
         The others, shapes, dtypes and errors: as :func:`flashattn_ext.flash_attention`.
 
@@ -85,8 +85,7 @@ def naive_attention(
 _forward_op, _backward_op = raw_op("naive_attention_forward"), raw_op("naive_attention_backward")
 _NAMES = argument_names(_forward_op)
 _GRADIENT_AT = [
-    _NAMES.index(name)
-    for name in ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
+    _NAMES.index(name) for name in ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
 ]
 _TENSORS = _NAMES.index("rng_state") + 1  # the arguments before may be tensors, the others not
 
@@ -158,9 +157,7 @@ def _fake_forward(query, key, value, *rest):
     )
 
 
-def _fake_backward(
-    grad_out, grad_lse, grad_weights, query, key, value, probs, lse, wanted, *rest
-):
+def _fake_backward(grad_out, grad_lse, grad_weights, query, key, value, probs, lse, wanted, *rest):
     named = dict(zip(DENSE_OPTIONS, rest, strict=False))
     options = [named.get(name) for name in ("attn_mask", "alibi_slopes", "sinks")]
     return fake_gradients((query, key, value, *options), wanted)

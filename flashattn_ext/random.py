@@ -15,8 +15,8 @@ def reserve_rng(device: torch.device | str) -> Tensor:
     """Draws a state for dropout from torch's default generator of `device`.
 
     Returns:
-        int64 tensor (2) = [seed, offset] on that device, to be passed as `rng_state` to the attention
-        functions. Calls with the same state drop the same pairs.
+        int64 tensor (2) = [seed, offset] on that device, to be passed as `rng_state` to the
+        attention functions. Calls with the same state drop the same pairs.
 
     Follows `torch.manual_seed`, `torch.random.fork_rng` and checkpointing; in a captured CUDA graph
     every replay draws a new state; under `torch.vmap` it obeys `randomness=`.
@@ -35,8 +35,8 @@ def dropout_mask(
         dropout_p: the rate, in [0, 1].
 
     Returns:
-        bool (batch, heads_q, len_q, len_k), True where the pair is kept. An entry depends only on the
-        state, its indices and `heads_q`: the same on every device and in every kernel. Bits:
+        bool (batch, heads_q, len_q, len_k), True where the pair is kept. An entry depends only on
+        the state, its indices and `heads_q`: the same on every device and in every kernel. Bits:
         Philox4x32 with 7 rounds (Salmon et al., SC 2011), 16 of them for each pair.
 
     Raises:

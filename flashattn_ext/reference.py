@@ -1,12 +1,13 @@
 """Attention as a formula: short, differentiable PyTorch, for tests and for higher derivatives.
 
-Nothing here is fast and the scores are materialised. Every option of the fused ops is here, with the
-same meaning at every edge, so that tests can compare any path with it, and so that double backward
-and forward-mode differentiation of the fused ops have a formula to go through.
+Nothing here is fast and the scores are materialised. Every option of the fused ops is here, with
+the same meaning at every edge, so that tests can compare any path with it, and so that double
+backward and forward-mode differentiation of the fused ops have a formula to go through.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class Attention(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs, each with the shape and dtype of its input; None where it is absent."""
+    """Gradients of the inputs, each shaped like its input; None where it is absent."""
 
     query: Tensor
     key: Tensor
@@ -66,8 +67,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, dtype=None, **option
     """Attention with every option of :func:`flashattn_ext.flash_attention`.
 
     Shapes: query (batch, heads_q, len_q, head_dim), key (batch, heads_kv, len_k, head_dim), value
-    (batch, heads_kv, len_k, head_dim_v). Options: attn_mask, causal, window, alignment, key_lengths,
-    dropout_p, scale, softcap, alibi_slopes, sinks, rng_state.
+    (batch, heads_kv, len_k, head_dim_v). Options: attn_mask, causal, window, alignment,
+    key_lengths, dropout_p, scale, softcap, alibi_slopes, sinks, rng_state.
 
     Everything is computed in fp32 (fp64 for fp64 inputs) and `out`, `weights` and `probs` are
     rounded to the dtype of query; with `dtype` given, everything is computed and returned in it.
@@ -169,7 +170,9 @@ def attention_varlen(
     rows = _spans(cu_seqlens_q, seqused_q, max_seqlen_q, query.size(0))
     keys = _spans(cu_seqlens_k, seqused_k, max_seqlen_k, key.size(0))
     results = [
-        attention(*_sequence(query, key, value, row, col), dtype=dtype, **_of_sequence(options, b, query))
+        attention(
+            *_sequence(query, key, value, row, col), dtype=dtype, **_of_sequence(options, b, query)
+        )
         for b, (row, col) in enumerate(zip(rows, keys, strict=True))
     ]
     real = dtype or accumulation_dtype(query.dtype)
@@ -352,7 +355,7 @@ def _max_over_rows_and_keys(scores: Tensor) -> Tensor:
 def _spans(cu_seqlens: Tensor, used: Tensor | None, longest: int, total: int):
     """(begin, end) of the rows in use of each sequence."""
     offsets = [min(max(offset, 0), total) for offset in cu_seqlens.tolist()]
-    lengths = [min(end - begin, longest) for begin, end in zip(offsets, offsets[1:], strict=False)]
+    lengths = [min(end - begin, longest) for begin, end in itertools.pairwise(offsets)]
     if used is not None:
         lengths = [min(length, n) for length, n in zip(lengths, used.tolist(), strict=True)]
     return [
