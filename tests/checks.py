@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
 import formula
 import torch
 from layouts import dense_strides_like, lay_out
 from problems import DTYPES, build
-from tolerances import accumulator, assert_close
+from tolerances import accumulator, assert_close, finite, max_error
 
 TENSORS = ("query", "key", "value")
 DIFFERENTIABLE = ("attn_mask", "alibi_slopes", "sinks")
@@ -87,6 +85,17 @@ def run(function, tensors, options, upstream=None, dtype=None, wanted=None):
     return results, dict(zip(leaves, gradients, strict=True))
 
 
+def run_formula(tensors, options, upstream=None, leaves=None, **how):
+    """`run` of the formula, on leaves of a dtype; what nothing depends on has gradient 0."""
+    function = functools.partial(formula_for(options), **how)
+    results, gradients = run(function, tensors, options, upstream, leaves)
+    named = dict(zip(TENSORS, tensors, strict=True)) | options
+    for name, gradient in gradients.items():
+        if gradient is None:
+            gradients[name] = torch.zeros_like(named[name], dtype=leaves)
+    return results, gradients
+
+
 def _differentiable(results):
     return [results.out, results.lse] + ([results.weights] if results.weights is not None else [])
 
@@ -106,43 +115,71 @@ def random_upstream(tensors, packed, layout="contiguous", weights=False):
     return [*upstream, normal((*rows, key.shape[-2]), dtype)] if weights else upstream
 
 
-@dataclasses.dataclass
 class Twins:
-    """What an op is held against; each run is (results, {name: gradient})."""
+    """What an op is held against: the same call by the formula; each run is (results, {name: gradient}).
 
-    exact: tuple  # fp64
-    eager: tuple  # torch in the dtype of query
-    magnitudes: Callable  # () -> {name: sum of the magnitudes of the terms of the exact gradient}
+    exact: in fp64. eager: by torch, in the dtype of query.
+    """
+
+    def __init__(self, tensors, options, upstream):
+        self.tensors = [tensor.detach().cpu() for tensor in tensors]
+        self.options = {name: on_cpu(value) for name, value in options.items()}
+        self.upstream = None if upstream is None else [on_cpu(g) for g in upstream]
+        self.dtype = tensors[0].dtype
+        self.exact = self._call(self.upstream, leaves=torch.float64)
+        self.eager = self._eager(self.upstream, self.exact)
+
+    def _call(self, upstream=None, **how):
+        return run_formula(self.tensors, self.options, upstream, **how)
+
+    def _eager(self, upstream, exact):
+        if self.dtype == torch.float64:
+            return exact[0], _rounded(exact[1], self.tensors, self.options)
+        eager = self._call(upstream, dtype=self.dtype)
+        if self.dtype == torch.float32:
+            return eager
+        if not _finite_like(eager, exact):  # 16-bit scores have left the range: keep them in fp32
+            results, gradients = self._call(upstream, dtype=torch.float32, stored=self.dtype)
+            weights = None if results.weights is None else results.weights.to(self.dtype)
+            results = results._replace(out=results.out.to(self.dtype), weights=weights)
+            eager = results, _rounded(gradients, self.tensors, self.options)
+        accumulated = self._call(dtype=torch.float32)[0]
+        lse, max_logits = accumulated.lse, accumulated.max_logits
+        return eager[0]._replace(lse=lse, max_logits=max_logits), eager[1]
+
+    @functools.cached_property
+    def magnitudes(self):
+        """{name: for each element of the gradient, the sum of the magnitudes of its terms}."""
+        return self._call(self.upstream, leaves=torch.float64, magnitudes=True)[1]
+
+    @functools.cached_property
+    def eager_errors(self):
+        """{name: largest error of the eager gradient over some upstream gradients}.
+
+        One draw says little about a gradient of few numbers: its error may be 0 by luck.
+        """
+        errors = {}
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            signs = [
+                g if g is None else g * (torch.rand(g.shape, generator=generator) - 0.5).sign()
+                for g in self.upstream
+            ]
+            exact = self._call(signs, leaves=torch.float64)
+            eager = self._eager(signs, exact)
+            for name, gradient in exact[1].items():
+                error = max_error(finite(eager[1][name]), finite(gradient))
+                errors[name] = max(error, errors.get(name, 0.0))
+        return errors
+
+    def second_look(self, name):
+        """What decides about a gradient that fails at first: (eager error, magnitude)."""
+        return self.eager_errors[name], max_error(finite(self.magnitudes[name]), torch.zeros(()))
 
 
-def twins(tensors, options, upstream):
-    tensors = [tensor.detach().cpu() for tensor in tensors]
-    options = {name: on_cpu(value) for name, value in options.items()}
-    upstream = None if upstream is None else [None if g is None else g.cpu() for g in upstream]
-    function, dtype = formula_for(options), tensors[0].dtype
-    exact = run(function, tensors, options, upstream, torch.float64)
-
-    def eager_in(kind):
-        return run(functools.partial(function, dtype=kind), tensors, options, upstream)
-
-    @functools.cache
-    def magnitudes():
-        summed = functools.partial(function, magnitudes=True)
-        return run(summed, tensors, options, upstream, torch.float64)[1]
-
-    if dtype == torch.float64:
-        inputs = dict(zip(TENSORS, tensors, strict=True)) | options
-        rounded = {name: grad.to(inputs[name].dtype) for name, grad in exact[1].items()}
-        return Twins(exact, (exact[0], rounded), magnitudes)
-    eager = eager_in(dtype)
-    if dtype != torch.float32:
-        careful = eager_in(torch.float32)
-        if not _finite_like(eager, exact):  # 16-bit scores have left the range
-            rounded = {name: grad.to(eager[1][name].dtype) for name, grad in careful[1].items()}
-            eager = careful[0]._replace(out=careful[0].out.to(dtype)), rounded
-        lse, max_logits = careful[0].lse, careful[0].max_logits
-        eager = eager[0]._replace(lse=lse, max_logits=max_logits), eager[1]
-    return Twins(exact, eager, magnitudes)
+def _rounded(gradients, tensors, options):
+    inputs = dict(zip(TENSORS, tensors, strict=True)) | options
+    return {name: gradient.to(inputs[name].dtype) for name, gradient in gradients.items()}
 
 
 def _finite_like(eager, exact):
@@ -176,8 +213,8 @@ def assert_matches(got, twin, tensors, options):
         assert gradient is not None, f"grad of {name}: none"
         assert gradient.dtype == given.dtype, f"grad of {name}: {gradient.dtype}"
         exact, eager = (run[1][name] for run in (twin.exact, twin.eager))
-        terms = functools.partial(lambda name: twin.magnitudes()[name], name)
-        assert_close(f"grad of {name}", gradient, exact, eager, dtype, terms)
+        second_look = functools.partial(twin.second_look, name)
+        assert_close(f"grad of {name}", gradient, exact, eager, dtype, second_look)
         strides = dense_strides_like(given if name in TENSORS else gradient, gradient.shape)
         assert gradient.stride() == strides, f"strides of the gradient of {name}"
     assert_exact_zeros(got, options)
@@ -222,7 +259,7 @@ def check_call(op, tensors, options, *, layout="contiguous", backward=True, weig
     upstream = None
     if backward:
         upstream = random_upstream(tensors, "cu_seqlens_q" in options, layout, weights)
-    twin = twins(tensors, options, upstream)
+    twin = Twins(tensors, options, upstream)
     got = run(op, tensors, options, upstream)
     assert_matches(got, twin, tensors, options)
     return got

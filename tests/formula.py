@@ -106,7 +106,22 @@ def log_sum_exp(terms):
     return largest.squeeze(-1) + (terms - largest).exp().sum(-1).log()
 
 
-def softmax_of_values(terms, value, keep_factor):
+class StoredSoftmax(torch.autograd.Function):
+    """Softmax over the last dimension whose result is rounded to another dtype, for backward too."""
+
+    @staticmethod
+    def forward(ctx, terms, dtype):
+        probs = torch.softmax(terms, -1).to(dtype).to(terms.dtype)
+        ctx.save_for_backward(probs)
+        return probs
+
+    @staticmethod
+    def backward(ctx, grad):
+        (probs,) = ctx.saved_tensors
+        return probs * (grad - (probs * grad).sum(-1, keepdim=True)), None
+
+
+def softmax_of_values(terms, value, keep_factor, stored=None):
     """(out, lse, weights) from `terms` (heads_q, len_q, len_k + 1), whose last column is the sink.
 
     A row of nothing but -inf has no keys: out 0, lse -inf.
@@ -114,7 +129,8 @@ def softmax_of_values(terms, value, keep_factor):
     empty = (terms == -INFINITY).all(-1, keepdim=True)
     safe = terms.masked_fill(empty, 0.0)
     lse = log_sum_exp(safe).masked_fill(empty.squeeze(-1), -INFINITY)
-    weights = torch.softmax(safe, -1).masked_fill(empty, 0.0)[..., :-1] * keep_factor
+    probs = torch.softmax(safe, -1) if stored is None else StoredSoftmax.apply(safe, stored)
+    weights = probs.masked_fill(empty, 0.0)[..., :-1] * keep_factor
     return weights @ value, lse, weights
 
 
@@ -158,6 +174,7 @@ def one_sequence(
     scale=None,
     softcap=0.0,
     dtype=torch.float64,
+    stored=None,  # dtype in which the probabilities are stored, if not `dtype`
     magnitudes=False,  # gradients become the sums of the magnitudes of their terms
 ):
     heads_q, len_q, head_dim = query.shape
@@ -199,7 +216,7 @@ def one_sequence(
         linear = terms(query.abs(), key.abs(), abs(scale), 0.0)
         out, lse, weights = SumOfMagnitudes.apply(actual.detach(), linear, value.abs(), keep_factor)
     else:
-        out, lse, weights = softmax_of_values(actual, value, keep_factor)
+        out, lse, weights = softmax_of_values(actual, value, keep_factor, stored)
     seen = actual.detach()[..., :-1].flatten(1)
     lowest = seen.new_full((heads_q, 1), -INFINITY)
     max_logits = torch.cat([seen, lowest], 1).amax(1) if heads_q else lowest.flatten()
