@@ -37,7 +37,7 @@ def _dense_forward(query, key, value, *args, out_shape=None, **kwargs) -> int:
 
 @register_flop_formula(ops.flash_attention_backward)
 def _flash_backward(
-    grad_out, grad_lse, query, key, value, out, lse, lse_low, wanted, *args, out_shape=None,
+    grad_out, grad_lse, query, key, value, out, lse, out_low, lse_low, wanted, *args, out_shape=None,
     **kwargs,
 ) -> int:  # fmt: skip
     pairs = _dense_pairs(query, key)
@@ -60,7 +60,7 @@ def _varlen_forward(query, key, value, *args, out_val=None, **kwargs) -> int:
 
 @register_flop_formula(ops.flash_attention_varlen_backward, get_raw=True)
 def _varlen_backward(grad_out, grad_lse, query, key, value, *args, out_val=None, **kwargs) -> int:
-    pairs, wanted = _packed_pairs(query, *args[:4]), args[7]
+    pairs, wanted = _packed_pairs(query, *args[:4]), args[8]
     sizes = (pairs, query.size(-1), value.size(-1))
     return attention_backward_flops(*sizes, wanted, scores_kept=False)
 

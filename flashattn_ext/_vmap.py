@@ -14,7 +14,7 @@ from flashattn_ext._registration import (
 # Arguments whose first dimension is the batch.
 WITH_BATCH = (
     "query", "key", "value", "key_lengths", "grad_out", "grad_lse", "grad_weights", "out", "lse",
-    "lse_low", "probs",
+    "out_low", "lse_low", "probs",
 )  # fmt: skip
 
 

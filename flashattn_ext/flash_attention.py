@@ -106,10 +106,10 @@ def flash_attention(
     window_left, window_right = window_sides(window)
     if dropout_p != 0:
         rng_state = state_for_dropout(dropout_p, rng_state, query)
-    out, lse, _, max_logits = _dense(
+    out, lse, max_logits, *_ = _dense(
         query, key, value, attn_mask, key_lengths, alibi_slopes, sinks, rng_state, dropout_p,
         causal, window_left, window_right, alignment, scale, softcap, deterministic,
-        return_max_logits,
+        return_max_logits, False,
     )  # fmt: skip
     return _results(out, lse, max_logits, return_lse, return_max_logits)
 
@@ -165,11 +165,11 @@ def flash_attention_varlen(
             raise error(name, "an int (use .item())", "a Tensor", TypeError)
     if dropout_p != 0:
         rng_state = state_for_dropout(dropout_p, rng_state, query)
-    out, lse, _, max_logits = _packed(
+    out, lse, max_logits, *_ = _packed(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         seqused_q, seqused_k, alibi_slopes, sinks, rng_state, dropout_p,
         causal, window_left, window_right, alignment, scale, softcap, deterministic,
-        return_max_logits,
+        return_max_logits, False,
     )  # fmt: skip
     return _results(out, lse, max_logits, return_lse, return_max_logits)
 
@@ -203,29 +203,31 @@ def _register(
     class FlashAttention(Function):
         @staticmethod
         def forward(ctx, *args):
-            results = call_below_autograd(forward_op, *args)
-            out, lse, lse_low, max_logits = results
+            results = call_below_autograd(forward_op, *args[:-1], True)
+            out, lse, max_logits, *lows = results
             ctx.set_materialize_grads(False)
-            ctx.mark_non_differentiable(lse_low, max_logits)
-            ctx.save_for_backward(*[args[i] for i in tensor_at], out, lse, lse_low)
+            ctx.save_for_backward(*[args[i] for i in tensor_at], out, lse, *lows)
             ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
-            return results
+            if not args[-1]:
+                lows = [absent(low) for low in lows]
+            ctx.mark_non_differentiable(max_logits, *lows)
+            return (out, lse, max_logits, *lows)
 
         @staticmethod
-        def backward(ctx, grad_out, grad_lse, _grad_lse_low, _grad_max_logits):
-            *saved, out, lse, lse_low = ctx.saved_tensors
+        def backward(ctx, grad_out, grad_lse, *_):
+            *saved, out, lse, out_low, lse_low = ctx.saved_tensors
             args = list(ctx.others)
             for i, tensor in zip(tensor_at, saved, strict=True):
                 args[i] = tensor
             if grad_out is None:
                 grad_out = torch.zeros_like(out)
-            deterministic = args[-2]
+            deterministic = args[-3]
             if deterministic is None:
                 deterministic = torch.are_deterministic_algorithms_enabled()
             wanted = [ctx.needs_input_grad[i] for i in gradient_at]
             gradients = backward(
-                grad_out, grad_lse, *args[:inputs], out, lse, lse_low, wanted, *args[inputs:-2],
-                deterministic,
+                grad_out, grad_lse, *args[:inputs], out, lse, out_low, lse_low, wanted,
+                *args[inputs:-3], deterministic,
             )  # fmt: skip
             answer: list[Tensor | None] = [None] * len(args)
             for i, asked, gradient in zip(gradient_at, wanted, gradients, strict=True):
@@ -236,20 +238,22 @@ def _register(
     return DifferentiableOp(forward_op, FlashAttention, forward_formula)
 
 
-def _forward_results(result: reference.Attention, return_max_logits: bool):
-    low = torch.zeros_like(result.lse)
-    max_logits = result.max_logits if return_max_logits else absent(result.max_logits)
-    return result.out, result.lse, low, max_logits
+def _forward_results(result: reference.Attention, return_max_logits: bool, return_low: bool):
+    out, lse, max_logits = result.out, result.lse, result.max_logits
+    if not return_max_logits:
+        max_logits = absent(max_logits)
+    out_low = torch.zeros_like(out) if return_low and out.dtype != lse.dtype else absent(out)
+    return out, lse, max_logits, out_low, torch.zeros_like(lse) if return_low else absent(lse)
 
 
 def _dense_formula(query, key, value, *rest):
-    *options, _deterministic, return_max_logits = rest
+    *options, _deterministic, return_max_logits, return_low = rest
     result = reference.attention(query, key, value, **options_of(DENSE_OPTIONS, options))
-    return _forward_results(result, return_max_logits)
+    return _forward_results(result, return_max_logits, return_low)
 
 
 def _dense_backward_formula(
-    grad_out, grad_lse, query, key, value, _out, _lse, _lse_low, wanted, *options
+    grad_out, grad_lse, query, key, value, _out, _lse, _out_low, _lse_low, wanted, *options
 ):
     named = options_of(DENSE_OPTIONS, options[:-1])
     gradients = reference.attention_backward(grad_out, grad_lse, query, key, value, **named)
@@ -258,37 +262,39 @@ def _dense_backward_formula(
 
 
 def _packed_formula(*args):
-    *arguments, _deterministic, return_max_logits = args
+    *arguments, _deterministic, return_max_logits, return_low = args
     options = options_of(PACKED_OPTIONS, arguments[7:])
-    return _forward_results(
-        reference.attention_varlen(*arguments[:7], **options), return_max_logits
-    )
+    result = reference.attention_varlen(*arguments[:7], **options)
+    return _forward_results(result, return_max_logits, return_low)
 
 
 def _packed_backward_formula(grad_out, grad_lse, *args):
-    inputs, wanted, options = args[:7], args[10], options_of(PACKED_OPTIONS, args[11:-1])
+    inputs, wanted, options = args[:7], args[11], options_of(PACKED_OPTIONS, args[12:-1])
     gradients = reference.attention_varlen_backward(grad_out, grad_lse, *inputs, **options)
     tensors = (*inputs[:3], options["alibi_slopes"], options["sinks"])
     without_mask = (*gradients[:3], *gradients[4:])
     return wanted_gradients(without_mask, tensors, wanted)
 
 
-def _fake_results(query, value, lse_shape, max_logits_shape, return_max_logits):
+def _fake_results(query, value, lse_shape, max_logits_shape, return_max_logits, return_low):
     real = reference.accumulation_dtype(query.dtype)
     lse = query.new_empty(lse_shape, dtype=real)
     max_logits_shape = max_logits_shape if return_max_logits else (0,)
     max_logits = query.new_empty(max_logits_shape, dtype=torch.float32)
     out = empty_in_order_of(query, (*query.shape[:-1], value.size(-1)))
-    return out, lse, torch.empty_like(lse), max_logits
+    out_low = torch.empty_like(out) if return_low and query.dtype != real else absent(out)
+    return out, lse, max_logits, out_low, torch.empty_like(lse) if return_low else absent(lse)
 
 
 def _fake_dense(query, key, value, *rest):
     rest = (*rest, *_dense.defaults[3 + len(rest) :])
     check_dense(query, key, value, rest[0])
-    return _fake_results(query, value, query.shape[:3], query.shape[:2], rest[-1])
+    return _fake_results(query, value, query.shape[:3], query.shape[:2], *rest[-2:])
 
 
-def _fake_dense_backward(grad_out, grad_lse, query, key, value, out, lse, lse_low, wanted, *rest):
+def _fake_dense_backward(
+    grad_out, grad_lse, query, key, value, out, lse, out_low, lse_low, wanted, *rest
+):
     named = dict(zip(DENSE_OPTIONS, rest, strict=False))
     options = [named.get(name) for name in ("attn_mask", "alibi_slopes", "sinks")]
     return fake_gradients((query, key, value, *options), wanted)
@@ -299,11 +305,11 @@ def _fake_packed(query, key, value, cu_seqlens_q, *rest):
     rest = (*rest, *_packed.defaults[4 + len(rest) :])
     lse_shape = (query.size(1), query.size(0))
     max_logits_shape = (cu_seqlens_q.size(0) - 1, query.size(1))
-    return _fake_results(query, value, lse_shape, max_logits_shape, rest[-1])
+    return _fake_results(query, value, lse_shape, max_logits_shape, *rest[-2:])
 
 
 def _fake_packed_backward(grad_out, grad_lse, query, key, value, *rest):
-    wanted, named = rest[7], dict(zip(PACKED_OPTIONS, rest[8:], strict=False))
+    wanted, named = rest[8], dict(zip(PACKED_OPTIONS, rest[9:], strict=False))
     options = [named.get(name) for name in ("alibi_slopes", "sinks")]
     return fake_gradients((query, key, value, *options), wanted)
 

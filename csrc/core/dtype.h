@@ -110,6 +110,13 @@ FLASHATTN_HD To convert(From value) {
 }
 
 // Only element types have one: anything else does not compile.
+// What converting to Element loses, in the type that it comes from; 0 where it loses everything.
+template <class Element, class From>
+FLASHATTN_HD From rounding_error(From value) {
+  const From error = value - convert<From>(convert<Element>(value));
+  return error - error == From(0) ? error : From(0);
+}
+
 template <class Element>
 inline constexpr DType kDType = Element::not_an_element_type;
 template <>

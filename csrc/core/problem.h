@@ -45,8 +45,10 @@ struct AttentionProblem {
 struct ForwardOutputs {
   UntypedView4 out;         // (batch, heads_q, len_q, head_dim_v), dtype
   UntypedView4 lse;         // (batch, heads_q, len_q, 1), accumulator type
-  UntypedView4 lse_low;     // like lse: what rounding lse lost (see LogSumExp)
   UntypedView4 max_logits;  // (batch, heads_q, 1, 1), fp32; absent unless asked for
+  // What rounding lost, for backward; absent unless asked for.
+  UntypedView4 out_low;  // like out: the exact output is out + out_low; 16-bit dtypes only
+  UntypedView4 lse_low;  // like lse (see LogSumExp)
 };
 
 struct BackwardInputs {
@@ -54,7 +56,8 @@ struct BackwardInputs {
   UntypedView4 grad_lse;  // (batch, heads_q, len_q, 1), accumulator type; may be absent
   UntypedView4 out;       // (batch, heads_q, len_q, head_dim_v), dtype
   UntypedView4 lse;       // (batch, heads_q, len_q, 1), accumulator type
-  UntypedView4 lse_low;   // like lse
+  UntypedView4 out_low;   // like out; may be absent
+  UntypedView4 lse_low;   // like lse; may be absent
 };
 
 // Absent views are gradients that nobody asked for.

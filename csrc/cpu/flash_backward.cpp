@@ -71,6 +71,7 @@ class BackwardKernel {
     const Range rows = block_of(task.part, sequence.len_q);
     const auto grad_out = inputs_.grad_out.as<const Element>();
     const auto out = inputs_.out.as<const Element>();
+    const auto out_low = inputs_.out_low.as<const Element>();
     const auto lse = inputs_.lse.as<const Real>();
     const auto lse_low = inputs_.lse_low.as<const Real>();
     const auto grad_lse = inputs_.grad_lse.as<const Real>();
@@ -84,6 +85,13 @@ class BackwardKernel {
         const Element* b = out.at(task.batch, task.head, row);
         for (int64_t c = 0; c < p_.head_dim_v; ++c) {
           delta += convert<Real>(a[c * grad_out.stride[3]]) * convert<Real>(b[c * out.stride[3]]);
+        }
+        if (out_low) {
+          const Element* low = out_low.at(task.batch, task.head, row);
+          for (int64_t c = 0; c < p_.head_dim_v; ++c) {
+            delta +=
+                convert<Real>(a[c * grad_out.stride[3]]) * convert<Real>(low[c * out_low.stride[3]]);
+          }
         }
         if (grad_lse) delta -= *grad_lse.at(task.batch, task.head, row);
         if (outputs_.grad_sinks) {

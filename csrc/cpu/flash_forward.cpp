@@ -182,17 +182,23 @@ class ForwardKernel {
                    int64_t first, Scratch& s) const {
     const auto out = outputs_.out.as<Element>();
     const auto lse = outputs_.lse.as<Real>();
+    const auto out_low = outputs_.out_low.as<Element>();
     const auto lse_low = outputs_.lse_low.as<Real>();
     const int64_t out_stride = padded_columns(p_.head_dim_v);
     const Real keep_scale = p_.dropout ? static_cast<Real>(p_.dropout.keep_scale()) : Real(1);
     for (int64_t r = 0; r < rows.size(); ++r) {
       const OnlineSoftmax<Real>& state = states_of(s, head - first)[r];
       const int64_t row = sequence.q_begin + rows.begin + r;
-      store_row(out_of(s, head - first) + r * out_stride, p_.head_dim_v,
-                state.inverse_sum() * keep_scale, out.at(task.batch, head, row), out.stride[3]);
+      const Real* sums = out_of(s, head - first) + r * out_stride;
+      const Real factor = state.inverse_sum() * keep_scale;
+      store_row(sums, p_.head_dim_v, factor, out.at(task.batch, head, row), out.stride[3]);
+      if (out_low) {
+        store_rounding(sums, p_.head_dim_v, factor, out_low.at(task.batch, head, row),
+                       out_low.stride[3]);
+      }
       const LogSumExp<Real> row_lse = state.log_sum_exp();
       *lse.at(task.batch, head, row) = row_lse.high;
-      *lse_low.at(task.batch, head, row) = row_lse.low;
+      if (lse_low) *lse_low.at(task.batch, head, row) = row_lse.low;
       // A maximum passes over NaN; the sum does not.
       if (std::isnan(state.sum)) s.max_logits[head - first] = state.sum;
     }

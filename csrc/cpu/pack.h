@@ -55,4 +55,12 @@ void store_row(const Real* from, int64_t columns, Real factor, Element* to, int6
   for (int64_t c = 0; c < columns; ++c) to[c * stride] = convert<Element>(from[c] * factor);
 }
 
+// What store_row lost by rounding.
+template <class Real, class Element>
+void store_rounding(const Real* from, int64_t columns, Real factor, Element* to, int64_t stride) {
+  for (int64_t c = 0; c < columns; ++c) {
+    to[c * stride] = convert<Element>(rounding_error<Element>(from[c] * factor));
+  }
+}
+
 }  // namespace flashattn::cpu

@@ -11,7 +11,7 @@
 namespace flashattn::ops {
 namespace {
 
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using DenseGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using PackedGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -28,39 +28,55 @@ std::vector<int64_t> row_sizes_of(const AttentionProblem& p) {
   return {s.count, p.heads_q, s.storage_q};
 }
 
-ForwardResult forward(const CheckedProblem& checked, const Tensor& query, bool return_max_logits) {
+ForwardResult forward(const CheckedProblem& checked, const Tensor& query, bool return_max_logits,
+                      bool return_low) {
   const AttentionProblem& p = checked.problem;
   const ScalarType real = accumulator_dtype(query.scalar_type());
+  const ScalarType dtype = query.scalar_type();
   const std::vector<int64_t> out_sizes = out_sizes_of(p, query);
-  Tensor out =
-      empty_strided(out_sizes, dense_strides_like(query, out_sizes), query.scalar_type(), query);
+  const std::vector<int64_t> out_strides = dense_strides_like(query, out_sizes);
+  Tensor out = empty_strided(out_sizes, out_strides, dtype, query);
   Tensor lse = empty_contiguous(row_sizes_of(p), real, query);
-  Tensor lse_low = empty_contiguous(row_sizes_of(p), real, query);
+  Tensor max_logits = absent_output(ScalarType::Float, query);
+  Tensor out_low = absent_output(dtype, query), lse_low = absent_output(real, query);
+  ForwardOutputs outputs{attention_view(out), row_view(lse), {}, {}, {}};
+  if (return_low && dtype != real) {
+    out_low = empty_strided(out_sizes, out_strides, dtype, query);
+    outputs.out_low = attention_view(out_low);
+  }
+  if (return_low) {
+    lse_low = empty_contiguous(row_sizes_of(p), real, query);
+    outputs.lse_low = row_view(lse_low);
+  }
   if (p.sequences.packed()) {  // rows that belong to no sequence
     torch::stable::zero_(out);
-    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+    torch::stable::zero_(out_low);
     torch::stable::zero_(lse_low);
+    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
   }
-  Tensor max_logits = absent_output(ScalarType::Float, query);
-  ForwardOutputs outputs{attention_view(out), row_view(lse), row_view(lse_low), {}};
   if (return_max_logits) {
     max_logits = empty_contiguous({p.sequences.count, p.heads_q}, ScalarType::Float, query);
     outputs.max_logits = head_view(max_logits);
   }
   cpu::flash_forward(p, outputs);
-  return {out, lse, lse_low, max_logits};
+  return {out, lse, max_logits, out_low, lse_low};
 }
 
 void backward(const CheckedProblem& checked, const Tensor& query, const Tensor& grad_out,
               const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
-              const OptionalTensor& lse_low, const Gradients& gradients) {
+              const OptionalTensor& out_low, const OptionalTensor& lse_low,
+              const Gradients& gradients) {
   const AttentionProblem& p = checked.problem;
   const ScalarType real = accumulator_dtype(query.scalar_type());
   check_tensor("grad_out", grad_out, out_sizes_of(p, query), query.scalar_type(), query);
   check_tensor("out", out, out_sizes_of(p, query), query.scalar_type(), query);
   check_tensor("lse", lse, row_sizes_of(p), real, query);
-  BackwardInputs inputs{attention_view(grad_out), {}, attention_view(out), row_view(lse), {}};
-  if (lse_low) {
+  BackwardInputs inputs{attention_view(grad_out), {}, attention_view(out), row_view(lse), {}, {}};
+  if (out_low && out_low->numel() > 0) {
+    check_tensor("out_low", *out_low, out_sizes_of(p, query), query.scalar_type(), query);
+    inputs.out_low = attention_view(*out_low);
+  }
+  if (lse_low && lse_low->numel() > 0) {
     check_tensor("lse_low", *lse_low, row_sizes_of(p), real, query);
     inputs.lse_low = row_view(*lse_low);
   }
@@ -79,17 +95,17 @@ ForwardResult flash_attention_forward(
     const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p, bool causal,
     OptionalInt window_left, OptionalInt window_right, const std::optional<std::string>& alignment,
     std::optional<double> scale, double softcap, std::optional<bool> /*deterministic*/,
-    bool return_max_logits) {
+    bool return_max_logits, bool return_low) {
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
   return forward(check_dense(query, key, value, {attn_mask, key_lengths}, options), query,
-                 return_max_logits);
+                 return_max_logits, return_low);
 }
 
 DenseGradients flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
-    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& lse_low,
-    const std::vector<bool>& wanted, const OptionalTensor& attn_mask,
+    const Tensor& value, const Tensor& out, const Tensor& lse, const OptionalTensor& out_low,
+    const OptionalTensor& lse_low, const std::vector<bool>& wanted, const OptionalTensor& attn_mask,
     const OptionalTensor& key_lengths, const OptionalTensor& alibi_slopes,
     const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p, bool causal,
     OptionalInt window_left, OptionalInt window_right, const std::optional<std::string>& alignment,
@@ -100,7 +116,7 @@ DenseGradients flash_attention_backward(
       check_dense(query, key, value, {attn_mask, key_lengths}, options);
   const Gradients gradients(query, key, value, attn_mask, options,
                             {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5]});
-  backward(checked, query, grad_out, grad_lse, out, lse, lse_low, gradients);
+  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, gradients);
   return {gradients.query(), gradients.key(),   gradients.value(),
           gradients.mask(),  gradients.alibi(), gradients.sinks()};
 }
@@ -115,19 +131,20 @@ ForwardResult flash_attention_varlen_forward(
     const OptionalTensor& rng_state, double dropout_p, bool causal, OptionalInt window_left,
     OptionalInt window_right, const std::optional<std::string>& alignment,
     std::optional<double> scale, double softcap, std::optional<bool> /*deterministic*/,
-    bool return_max_logits) {
+    bool return_max_logits, bool return_low) {
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
   const PackedOptions packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                              max_seqlen_k, seqused_q,    seqused_k};
-  return forward(check_packed(query, key, value, packed, options), query, return_max_logits);
+  return forward(check_packed(query, key, value, packed, options), query, return_max_logits,
+                 return_low);
 }
 
 PackedGradients flash_attention_varlen_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
     const Tensor& value, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     int64_t max_seqlen_q, int64_t max_seqlen_k, const Tensor& out, const Tensor& lse,
-    const OptionalTensor& lse_low, const std::vector<bool>& wanted,
+    const OptionalTensor& out_low, const OptionalTensor& lse_low, const std::vector<bool>& wanted,
     const OptionalTensor& seqused_q, const OptionalTensor& seqused_k,
     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
     const OptionalTensor& rng_state, double dropout_p, bool causal, OptionalInt window_left,
@@ -140,7 +157,7 @@ PackedGradients flash_attention_varlen_backward(
   const CheckedProblem checked = check_packed(query, key, value, packed, options);
   const Gradients gradients(query, key, value, std::nullopt, options,
                             {wanted[0], wanted[1], wanted[2], false, wanted[3], wanted[4]});
-  backward(checked, query, grad_out, grad_lse, out, lse, lse_low, gradients);
+  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, gradients);
   return {gradients.query(), gradients.key(), gradients.value(), gradients.alibi(),
           gradients.sinks()};
 }

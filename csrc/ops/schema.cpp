@@ -2,7 +2,8 @@
 // autocast and vmap rules live in Python, in the file of the op's name.
 //
 // The vocabulary and the meaning of each argument: docstrings of the Python functions of these names.
-// `lse_low` is what rounding lost of `lse`: the pair is the log-sum-exp to twice the precision.
+// `out_low` and `lse_low` are what rounding lost of `out` and `lse`; forward returns them, for
+// backward, if `return_low` says so (out_low for 16-bit dtypes only), and zero-size tensors else.
 #include <torch/csrc/stable/library.h>
 
 // Arguments that shape the scores, in this order, in every attention op.
@@ -50,22 +51,22 @@ STABLE_TORCH_LIBRARY(flashattn_ext, library) {
   // as zero-size tensors.
   library.def(
       "flash_attention_forward(" DENSE_INPUTS ", " DENSE_OPTIONS
-      ", bool? deterministic=None, bool return_max_logits=False) "
-      "-> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_logits)");
+      ", bool? deterministic=None, bool return_max_logits=False, bool return_low=False) "
+      "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor out_low, Tensor lse_low)");
   library.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, " DENSE_INPUTS
-      ", Tensor out, Tensor lse, Tensor? lse_low, bool[6] wanted, " DENSE_OPTIONS
+      ", Tensor out, Tensor lse, Tensor? out_low, Tensor? lse_low, bool[6] wanted, " DENSE_OPTIONS
       ", bool? deterministic=None) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, "
       "Tensor grad_alibi, Tensor grad_sinks)");
 
   library.def(
       "flash_attention_varlen_forward(" PACKED_INPUTS ", " PACKED_OPTIONS
-      ", bool? deterministic=None, bool return_max_logits=False) "
-      "-> (Tensor out, Tensor lse, Tensor lse_low, Tensor max_logits)");
+      ", bool? deterministic=None, bool return_max_logits=False, bool return_low=False) "
+      "-> (Tensor out, Tensor lse, Tensor max_logits, Tensor out_low, Tensor lse_low)");
   library.def(
       "flash_attention_varlen_backward(Tensor grad_out, Tensor? grad_lse, " PACKED_INPUTS
-      ", Tensor out, Tensor lse, Tensor? lse_low, bool[5] wanted, " PACKED_OPTIONS
+      ", Tensor out, Tensor lse, Tensor? out_low, Tensor? lse_low, bool[5] wanted, " PACKED_OPTIONS
       ", bool? deterministic=None) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_alibi, "
       "Tensor grad_sinks)");
