@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as functorch_is_active
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
-from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
@@ -74,7 +74,7 @@ def apply(function: type[Function], *args):
     """
     plain_apply = super(Function, function).apply
     if not functorch_is_active():
-        return plain_apply(*unwrap_dead_wrappers(args))
+        return plain_apply(*args)
     with enable_single_level_autograd_function():
         return plain_apply(*args)
 

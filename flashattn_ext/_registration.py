@@ -20,11 +20,13 @@ def raw_op(name: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.flashattn_ext, name).default
 
 
-def has_kernel(name: str, device_type: str) -> bool:
-    """Whether this build has a kernel of the raw op for devices of this type."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"{NAMESPACE}::{name}", key
+def devices_with_kernel(name: str) -> tuple[str, ...]:
+    """The types of devices that this build has a kernel of the raw op for."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return tuple(
+        device_type
+        for device_type, key in (("cpu", "CPU"), ("cuda", "CUDA"))
+        if has_kernel(f"{NAMESPACE}::{name}", key)
     )
 
 

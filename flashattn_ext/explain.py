@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashattn_ext._autograd import has_tangent
-from flashattn_ext._registration import error, has_kernel
-from flashattn_ext.sdpa import reason_for_torch
+from flashattn_ext._registration import devices_with_kernel, error
+from flashattn_ext.sdpa import is_causal_bias, reason_for_torch
 
 _RAW_OPS = {
     "flash_attention": "flash_attention",
@@ -60,6 +60,8 @@ def explain(
         raise error("function", f"one of {', '.join(_RAW_OPS)}", name)
     if name == "scaled_dot_product_attention":
         attn_mask = args[0] if args else options.get("attn_mask")
+        if attn_mask is not None and is_causal_bias(attn_mask):
+            attn_mask = None  # a rule, not a tensor to read
         reason = reason_for_torch(query, key, value, attn_mask)
         if reason:
             return Explanation(name, "torch", reason)
@@ -68,7 +70,9 @@ def explain(
         reason = "an argument carries a forward-mode tangent, which only the unfused formula has"
         return Explanation(name, "formula", reason)
     device_type = query.device.type
-    if not has_kernel(f"{_RAW_OPS[name]}_forward", device_type):
+    if device_type == "meta":
+        return Explanation(name, "meta: shapes only", "query has no storage")
+    if device_type not in devices_with_kernel(f"{_RAW_OPS[name]}_forward"):
         return Explanation(name, "none", f"this build has no kernel for device {device_type}")
     return Explanation(name, *_choice(name, device_type))
 

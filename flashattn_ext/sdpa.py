@@ -8,14 +8,18 @@ import threading
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from flashattn_ext._arguments import FLOATING, MAX_HEAD_DIM
-from flashattn_ext._registration import error, has_kernel
+from flashattn_ext._registration import devices_with_kernel, error
 from flashattn_ext.flash_attention import flash_attention
 
 _torch_attention = torch._C._nn.scaled_dot_product_attention
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+_DEVICES = (*devices_with_kernel("flash_attention_forward"), "meta")
+_PLAIN_TYPES = frozenset(
+    (Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, FunctionalTensor)
+)
 
 
 def scaled_dot_product_attention(
@@ -62,15 +66,17 @@ def scaled_dot_product_attention(
             scaled_dot_product_attention, inputs, query, key, value, attn_mask=attn_mask,
             dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
-    if reason_for_torch(query, key, value, attn_mask):
-        return _torch_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
     alignment = "top_left"
-    if attn_mask is not None and _is_causal_bias(attn_mask):
+    if attn_mask is not None and is_causal_bias(attn_mask):
         if is_causal:
             raise error("is_causal", "False with a CausalBias as attn_mask", True)
         is_causal, alignment, attn_mask = True, _alignment_of(attn_mask, query, key), None
+    if reason_for_torch(query, key, value, attn_mask):
+        if alignment == "bottom_right":
+            attn_mask, is_causal = _bottom_right_mask(query, key), False
+        return _torch_function(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if query.size(-1) == 0 and key.size(-1) == 0:
         # torch's rule for vectors without elements: all scores are 0 (flash_attention gives zeros).
         query, key = (torch.nn.functional.pad(tensor, (0, 1)) for tensor in (query, key))
@@ -86,17 +92,27 @@ def scaled_dot_product_attention(
     )  # fmt: skip
 
 
+def _torch_function(*args, **kwargs) -> Tensor:
+    if torch._C._is_torch_function_enabled():
+        return _torch_attention(*args, **kwargs)
+    # A subclass that did not know our function may know torch's: it is asked once more.
+    with torch._C._EnableTorchFunction():
+        return _torch_attention(*args, **kwargs)
+
+
 def reason_for_torch(query, key, value, attn_mask) -> str | None:
     """Why a call is left to torch's own function; None if it is not."""
     for tensor in (query, key, value, attn_mask):
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN_TYPES and not _is_causal_bias(tensor):
+        if type(tensor) not in _PLAIN_TYPES:
             return f"an argument is a {type(tensor).__name__}, not a plain tensor"
-        if tensor.layout != torch.strided:
+        if tensor.layout is not torch.strided:
             return f"an argument has layout {tensor.layout}"
         if tensor.is_nested:
             return "an argument is a nested tensor"
+    if torch.jit.is_tracing():
+        return "torch.jit.trace records torch's own op, for any size and any exporter"
     if query.dtype not in FLOATING:
         return f"query has dtype {query.dtype}"
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
@@ -104,7 +120,7 @@ def reason_for_torch(query, key, value, attn_mask) -> str | None:
     if query.size(-1) > MAX_HEAD_DIM or value.size(-1) > MAX_HEAD_DIM:
         return f"a head dim is above {MAX_HEAD_DIM}"
     device_type = query.device.type
-    if device_type != "meta" and not has_kernel("flash_attention_forward", device_type):
+    if device_type not in _DEVICES:
         return f"this build of flashattn_ext has no attention kernel for {device_type}"
     if not _all_backends_enabled():
         return "torch.nn.attention.sdpa_kernel (or a global switch) restricts torch's backends"
@@ -120,7 +136,7 @@ def _all_backends_enabled() -> bool:
     )
 
 
-def _is_causal_bias(tensor) -> bool:
+def is_causal_bias(tensor) -> bool:
     # By name first: importing torch.nn.attention.bias is slow, and rarely needed.
     if type(tensor).__name__ != "CausalBias":
         return False
@@ -131,7 +147,7 @@ def _is_causal_bias(tensor) -> bool:
 
 def _is_only_causal_bias(inputs) -> bool:
     """Whether __torch_function__ is there for a CausalBias mask alone, which we do ourselves."""
-    return _is_causal_bias(inputs[3]) and not has_torch_function(inputs[:3])
+    return is_causal_bias(inputs[3]) and not has_torch_function(inputs[:3])
 
 
 def _alignment_of(bias, query: Tensor, key: Tensor) -> str:
@@ -144,6 +160,11 @@ def _alignment_of(bias, query: Tensor, key: Tensor) -> str:
         lengths = (bias.seq_len_q, bias.seq_len_kv)
         raise error("attn_mask", f"a CausalBias of (len_q, len_k) = {expected}", lengths)
     return "bottom_right"
+
+
+def _bottom_right_mask(query: Tensor, key: Tensor) -> Tensor:
+    len_q, len_k = query.size(-2), key.size(-2)
+    return torch.ones(len_q, len_k, dtype=torch.bool, device=query.device).tril(len_k - len_q)
 
 
 def _is_plain_batch(query, key, value, attn_mask, enable_gqa: bool) -> bool:
