@@ -128,6 +128,7 @@ def nvcc_requirements() -> list[str]:
             "13.x only; for another one install its toolkit, and put nvcc on PATH or set CUDA_HOME"
         )
     packages = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime"]
+    packages.append("nvidia-nvtx")  # headers of the ranges that a profiler shows
     # CCCL has numbers of its own from 13.3 on.
     cccl = f"nvidia-cuda-cccl>=13.0,<13.{int(line[1]) + 1}"
     return [*(f"{package}=={version}.*" for package in packages), cccl]

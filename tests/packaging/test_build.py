@@ -91,6 +91,7 @@ def test_what_is_missing_is_fetched(monkeypatch):
         "nvidia-cuda-crt==13.0.*",
         "nvidia-nvvm==13.0.*",
         "nvidia-cuda-runtime==13.0.*",
+        "nvidia-nvtx==13.0.*",
         "nvidia-cuda-cccl>=13.0,<13.1",
     ]
 
