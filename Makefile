@@ -70,7 +70,8 @@ tidy: $(READY)
 	pip install -q $(LINTERS) $(TIDY)
 	tools/lint.sh --tidy
 
-house-rules: build
+house-rules: $(READY)
+	pip install -q pytest
 	pytest -q tests/test_house_rules.py
 
 wheel: $(READY)
