@@ -14,6 +14,8 @@ import torch
 from source_text import Batch
 from torch import Tensor, nn
 
+from flashattn_ext import flash_attention_varlen
+
 # (query (total, heads_q, head_dim), key and value (total, heads_kv, head_dim), batch, dropout_p)
 # -> (total, heads_q, head_dim)
 Attention = Callable[[Tensor, Tensor, Tensor, Batch, float], Tensor]
@@ -23,8 +25,6 @@ def attention_ours(
     query: Tensor, key: Tensor, value: Tensor, batch: Batch, dropout_p: float
 ) -> Tensor:
     """One call for all documents: the borders are `cu_seqlens`."""
-    from flashattn_ext import flash_attention_varlen
-
     borders, longest = batch.cu_seqlens, max(batch.lengths)
     return flash_attention_varlen(
         query, key, value, borders, borders, longest, longest, causal=True, dropout_p=dropout_p
@@ -54,10 +54,10 @@ ATTENTIONS: dict[str, Attention] = {"ours": attention_ours, "torch": attention_t
 class Shape:
     """The size of a model."""
 
-    width: int = 192
-    layers: int = 4
-    heads_q: int = 6
-    heads_kv: int = 2
+    width: int
+    layers: int
+    heads_q: int
+    heads_kv: int
     vocabulary: int = 256  # bytes
 
     @property

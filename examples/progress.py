@@ -1,4 +1,4 @@
-"""A progress bar: tqdm's where it is installed, else a line now and then."""
+"""A progress bar: tqdm's on a terminal where it is installed, else a line now and then."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ class ProgressBar:
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.3f} nats/byte, {speed}", refresh=False)
             self.bar.update()
-        elif self.done % max(1, self.steps // 20) == 0:
+        elif self.done % max(1, self.steps // 10) == 0:
             left = elapsed / self.done * (self.steps - self.done)
             where = f"{self.title} {self.done}/{self.steps}"
             print(f"{where}  loss {loss:.3f} nats/byte, {speed}, {left:.0f} s left", flush=True)
 
 
 def _tqdm(title: str, steps: int):
+    if not sys.stderr.isatty():
+        return None
     try:
         from tqdm import tqdm
     except ImportError:
