@@ -21,12 +21,15 @@ int attribute(const char* op, cudaDeviceAttr which, int device) {
 }
 
 DeviceProperties query(const char* op, int device) {
-  return {attribute(op, cudaDevAttrComputeCapabilityMajor, device),
+  const int major = attribute(op, cudaDevAttrComputeCapabilityMajor, device);
+  const int max_cluster = major < 9 ? 1 : major < 12 ? 2 * kPortableCluster : kPortableCluster;
+  return {major,
           attribute(op, cudaDevAttrComputeCapabilityMinor, device),
           attribute(op, cudaDevAttrMultiProcessorCount, device),
           attribute(op, cudaDevAttrMaxThreadsPerMultiProcessor, device),
           attribute(op, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          attribute(op, cudaDevAttrL2CacheSize, device)};
+          attribute(op, cudaDevAttrL2CacheSize, device),
+          max_cluster};
 }
 
 // Asked once per device: attributes never change.

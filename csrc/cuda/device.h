@@ -13,9 +13,11 @@ struct DeviceProperties {
   int threads_per_multiprocessor;
   int shared_bytes_per_block;    // the most that a block may opt in to
   int64_t l2_bytes;
-
-  bool has_clusters() const { return major >= 9; }
+  int max_cluster;               // the most blocks in a cluster, if they fit; 1: no clusters
 };
+
+// Every device with clusters takes this many blocks in one; more only if it has room for them.
+inline constexpr int kPortableCluster = 8;
 
 // Makes `device` current and opens an NVTX range; both end with the scope. Host code of an op makes
 // one and launches with it.

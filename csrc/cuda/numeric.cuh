@@ -1,21 +1,19 @@
 // Arithmetic of the CUDA kernels that depends on the element type.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "cuda/ptx/mma.cuh"
 
 namespace flashattn::cuda {
 
-// exp, as exact as the type of the result asks for: where that has 16 bits, the hardware's
-// 2^x (relative error about 2^-21 for results that are not negligible) is far below its rounding.
+// exp, as exact as the type of the result asks for. For 16 bits the hardware's 2^x is: its error and
+// that of the product, 2^-22 + |x| 2^-24, only reach the rounding of the result far below 2^-100.
 template <class Result>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (sizeof(Result) == 2) {
-    return __expf(x);
+    return ptx::exp2_approximate(x * 1.44269504f);
   } else {
     return expf(x);
   }
@@ -35,14 +33,32 @@ struct alignas(16) Chunk {
   Element element[kSize];
 };
 
-// Two results rounded by one instruction.
-__device__ __forceinline__ uint32_t round_pair(float first, float second, float16) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  return bit_cast<uint32_t>(pair);
-}
-__device__ __forceinline__ uint32_t round_pair(float first, float second, bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  return bit_cast<uint32_t>(pair);
+// Rounds and stores `Count` neighbours at once; `to` is aligned to their bytes, or to 16.
+template <int Count, class Element, class Real>
+__device__ __forceinline__ void store_neighbours(Element* to, const Real (&values)[Count]) {
+  constexpr int kBytes = Count * sizeof(Element), kWord = kBytes < 16 ? kBytes : 16;
+  struct alignas(kWord) Word {
+    unsigned char byte[kWord];
+  };
+  struct Words {
+    Word word[kBytes / kWord];
+  };
+  Words words;
+  if constexpr (sizeof(Element) == 2 && Count > 1) {
+    uint32_t pair[Count / 2];
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) {
+      pair[i] = ptx::pack<Element>(values[2 * i], values[2 * i + 1]);
+    }
+    words = bit_cast<Words>(pair);
+  } else {
+    Element element[Count];
+#pragma unroll
+    for (int i = 0; i < Count; ++i) element[i] = convert<Element>(values[i]);
+    words = bit_cast<Words>(element);
+  }
+#pragma unroll
+  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<Word*>(to)[i] = words.word[i];
 }
 
 }  // namespace flashattn::cuda

@@ -3,40 +3,35 @@
 #pragma once
 
 #include "cuda/softmax/direction.cuh"
+#include "cuda/softmax/row.cuh"
 
 namespace flashattn::cuda {
 
-// How a thread accesses a line: 16 bytes of neighbouring columns, or one element.
-struct WideAccess {
-  template <class Element>
-  static constexpr int kColumns = Chunk<Element>::kSize;
-};
-struct ElementAccess {
-  template <class Element>
-  static constexpr int kColumns = 1;
-};
+// Neighbouring columns that a thread loads at once: 8 bytes of them (16 would be too many States), or
+// one.
+template <class Access, class Element>
+inline constexpr int kPackColumns = 1;
+template <class Element>
+inline constexpr int kPackColumns<WideAccess, Element> = 8 / sizeof(Element);
 
-// `Columns` neighbouring elements, loaded and stored at once.
-template <class Element, int Columns>
-struct alignas(Columns * sizeof(Element) < 16 ? Columns * sizeof(Element) : 16) Pack {
-  Element element[Columns];
-};
+// Lines that a thread holds in registers.
+template <class Direction>
+inline constexpr int kColumnLines = 8 / Direction::kOperands;
 
-inline constexpr int kColumnLines = 4;  // lines that a thread keeps in registers
-
-// A block holds `lanes` packs of neighbouring columns and blockDim / lanes lines at a time. A
-// column of up to blockDim / lanes * kColumnLines elements stays in registers; a longer one is read twice.
+// A block holds `lanes` packs of neighbouring columns and blockDim / lanes lines at a time. A column
+// of up to blockDim / lanes * kLines elements stays in registers; a longer one is read twice.
 template <class Direction, class Access>
 __global__ void __launch_bounds__(512)
     softmax_column_kernel(const __grid_constant__ Tensors<Direction> tensors, Direction direction,
                           int lanes) {
   using Read = typename Direction::Read;
+  using Written = typename Direction::Written;
   using Real = typename Direction::Real;
   using State = typename Direction::State;
-  constexpr int kColumns = Access::template kColumns<Read>;
-  constexpr int kLines = kColumnLines;
-  using ReadPack = Pack<Read, kColumns>;
-  using WrittenPack = Pack<typename Direction::Written, kColumns>;
+  constexpr int kColumns = kPackColumns<Access, Read>, kLines = kColumnLines<Direction>;
+  struct alignas(kColumns * sizeof(Read)) Pack {
+    Read element[kColumns];
+  };
   extern __shared__ __align__(16) unsigned char shared[];
   State* const states = reinterpret_cast<State*>(shared);  // (kColumns, blockDim)
 
@@ -50,11 +45,11 @@ __global__ void __launch_bounds__(512)
   const int64_t length = exists ? shape.length : 0;
 
   const Read* operand[Direction::kOperands];
+#pragma unroll
   for (int o = 0; o < Direction::kOperands; ++o) operand[o] = tensors.slab(o, slab) + inner;
-  typename Direction::Written* const result =
-      tensors.result + slab * shape.length * shape.inner + inner;
+  Written* const result = tensors.result + slab * shape.length * shape.inner + inner;
 
-  ReadPack data[Direction::kOperands][kLines];
+  Pack data[Direction::kOperands][kLines];
   const auto load = [&](int64_t first) {
 #pragma unroll
     for (int k = 0; k < kLines; ++k) {
@@ -62,11 +57,13 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
       for (int o = 0; o < Direction::kOperands; ++o) {
         if (l < length) {
-          data[o][k] = *reinterpret_cast<const ReadPack*>(
-              operand[o] + l * tensors.operand[o].length_stride);
+          const Read* from = operand[o] + l * tensors.operand[o].length_stride;
+          data[o][k] = *reinterpret_cast<const Pack*>(from);
         } else {
 #pragma unroll
-          for (int c = 0; c < kColumns; ++c) data[o][k].element[c] = Direction::outside();
+          for (int c = 0; c < kColumns; ++c) {
+            data[o][k].element[c] = convert<Read>(Direction::outside());
+          }
         }
       }
     }
@@ -80,8 +77,13 @@ __global__ void __launch_bounds__(512)
     load(first);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      state[c] = direction.template add<kLines>(
-          state[c], [&](int o, int k) { return convert<Real>(data[o][k].element[c]); });
+      Real x[Direction::kOperands][kLines];
+#pragma unroll
+      for (int o = 0; o < Direction::kOperands; ++o) {
+#pragma unroll
+        for (int k = 0; k < kLines; ++k) x[o][k] = convert<Real>(data[o][k].element[c]);
+      }
+      state[c] = direction.add(state[c], x);
     }
   }
 
@@ -110,13 +112,17 @@ __global__ void __launch_bounds__(512)
     for (int k = 0; k < kLines; ++k) {
       const int64_t l = first + int64_t{k} * lines;
       if (l >= length) break;
-      WrittenPack pack;
+      Real results[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        const auto x = [&](int o, int) { return convert<Real>(data[o][k].element[c]); };
-        pack.element[c] = convert<typename Direction::Written>(direction.result(x, 0, totals[c]));
+        Real x[Direction::kOperands][1];
+#pragma unroll
+        for (int o = 0; o < Direction::kOperands; ++o) {
+          x[o][0] = convert<Real>(data[o][k].element[c]);
+        }
+        results[c] = direction.result(x, 0, totals[c]);
       }
-      *reinterpret_cast<WrittenPack*>(result + l * shape.inner) = pack;
+      store_neighbours(result + l * shape.inner, results);
     }
   }
 }

@@ -1,9 +1,8 @@
 // What is computed along a row, forward and backward, apart from who holds which element: the
 // kernels are written once for both.
 //
-// A direction has operands (tensors read), a State that is gathered along the row in any order, Totals
-// made of the whole row's State, and an element's result given the Totals. Element i of operand o is
-// passed as a function x(o, i), so that a 16-bit element is widened where it is used.
+// A direction has operands (tensors that are read), a State that is gathered along the row in any
+// order, and results that follow from the State of the whole row. Values are x[operand][element].
 #pragma once
 
 #include "core/constants.h"
@@ -11,6 +10,15 @@
 #include "cuda/numeric.cuh"
 
 namespace flashattn::cuda {
+
+// Joins one number of each of `lanes` (a power of two) neighbouring lanes; all get the result.
+template <class Real, class Join>
+__device__ __forceinline__ Real join_numbers(Real number, int lanes, const Join& join) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    number = join(number, __shfl_xor_sync(0xffffffffu, number, distance));
+  }
+  return number;
+}
 
 template <class In, class Out>
 struct Forward {
@@ -30,21 +38,8 @@ struct Forward {
   SoftmaxFormula formula;
 
   // Stands for the elements that a row does not have: it changes no State.
-  __device__ static In outside() { return convert<In>(kNegativeInfinity<Real>); }
+  __device__ static Real outside() { return kNegativeInfinity<Real>; }
   __device__ static State empty() { return {kNegativeInfinity<Real>, Real(0)}; }
-
-  // The State with `Count` elements x(0, 0) ... x(0, Count - 1) added.
-  template <int Count, class Element>
-  __device__ State add(State state, const Element& x) const {
-    Real max = state.max;
-#pragma unroll
-    for (int i = 0; i < Count; ++i) max = larger(max, x(0, i));
-    const Real reference = finite_or_zero(max);
-    Real sum = state.sum * exponential<Out>(state.max - reference);
-#pragma unroll
-    for (int i = 0; i < Count; ++i) sum += exponential<Out>(x(0, i) - reference);
-    return {max, sum};
-  }
 
   __device__ static State join(State a, State b) {
     const Real max = larger(a.max, b.max);
@@ -53,11 +48,52 @@ struct Forward {
                      b.sum * exponential<Out>(b.max - reference)};
   }
 
-  __device__ Totals totals(State row) const { return {row.max, formula.normaliser(row.sum)}; }
+  // For rows in registers: the State of all that `lanes` neighbouring lanes hold. For softmax each
+  // x becomes exp(x - max), so that exp is computed once.
+  template <int Count>
+  __device__ State gather(Real (&x)[kOperands][Count], int lanes) const {
+    Real max = x[0][0];
+#pragma unroll
+    for (int i = 1; i < Count; ++i) max = larger(max, x[0][i]);
+    max = join_numbers(max, lanes, [](Real a, Real b) { return larger(a, b); });
+    const Real reference = finite_or_zero(max);
+    Real sum = 0;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const Real term = exponential<Out>(x[0][i] - reference);
+      sum += term;
+      if (!formula.is_log()) x[0][i] = term;
+    }
+    return {max, join_numbers(sum, lanes, [](Real a, Real b) { return a + b; })};
+  }
 
-  template <class Element>
-  __device__ Real result(const Element& x, int i, Totals row) const {
-    const Real shifted = x(0, i) - row.max;
+  // What turns gathered values into results: `own` is what gather returned, `row` the whole row's.
+  __device__ Totals totals_of_gathered(State own, State row) const {
+    const Real normaliser = formula.normaliser(row.sum);
+    if (formula.is_log()) return {row.max, normaliser};
+    return {row.max, exponential<Out>(own.max - row.max) * normaliser};
+  }
+  template <int Count>
+  __device__ Real result_of_gathered(const Real (&x)[kOperands][Count], int i, Totals row) const {
+    return formula.value(formula.is_log() ? x[0][i] - row.max : x[0][i], row.normaliser);
+  }
+
+  // For rows that are read twice: adds values to a thread's State.
+  template <int Count>
+  __device__ State add(State state, const Real (&x)[kOperands][Count]) const {
+    Real max = state.max;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) max = larger(max, x[0][i]);
+    const Real reference = finite_or_zero(max);
+    Real sum = state.sum * exponential<Out>(state.max - reference);
+#pragma unroll
+    for (int i = 0; i < Count; ++i) sum += exponential<Out>(x[0][i] - reference);
+    return {max, sum};
+  }
+  __device__ Totals totals(State row) const { return {row.max, formula.normaliser(row.sum)}; }
+  template <int Count>
+  __device__ Real result(const Real (&x)[kOperands][Count], int i, Totals row) const {
+    const Real shifted = x[0][i] - row.max;
     return formula.value(formula.is_log() ? shifted : exponential<Out>(shifted), row.normaliser);
   }
 
@@ -82,25 +118,32 @@ struct Backward {
 
   SoftmaxFormula formula;
 
-  __device__ static In outside() { return convert<In>(Real(0)); }
+  __device__ static Real outside() { return Real(0); }
   __device__ static State empty() { return {Real(0)}; }
-
-  template <int Count, class Element>
-  __device__ State add(State state, const Element& x) const {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) state.sum += formula.summand(x(0, i), x(1, i));
-    return state;
-  }
-
   __device__ static State join(State a, State b) { return {a.sum + b.sum}; }
 
-  __device__ Totals totals(State row) const { return row; }
+  template <int Count>
+  __device__ State gather(const Real (&x)[kOperands][Count], int lanes) const {
+    const Real sum = add(empty(), x).sum;
+    return {join_numbers(sum, lanes, [](Real a, Real b) { return a + b; })};
+  }
+  __device__ Totals totals_of_gathered(State, State row) const { return row; }
+  template <int Count>
+  __device__ Real result_of_gathered(const Real (&x)[kOperands][Count], int i, Totals row) const {
+    return result(x, i, row);
+  }
 
-  template <class Element>
-  __device__ Real result(const Element& x, int i, Totals row) const {
-    const Real output = x(1, i);
-    const Real probability = formula.is_log() ? exponential<Out>(output) : output;
-    return formula.gradient(x(0, i), probability, row.sum);
+  template <int Count>
+  __device__ State add(State state, const Real (&x)[kOperands][Count]) const {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) state.sum += formula.summand(x[0][i], x[1][i]);
+    return state;
+  }
+  __device__ Totals totals(State row) const { return row; }
+  template <int Count>
+  __device__ Real result(const Real (&x)[kOperands][Count], int i, Totals row) const {
+    const Real probability = formula.is_log() ? exponential<Out>(x[1][i]) : x[1][i];
+    return formula.gradient(x[0][i], probability, row.sum);
   }
 };
 

@@ -9,63 +9,75 @@
 
 namespace flashattn::cuda {
 
-inline constexpr int kPortableCluster = 8;  // every device with clusters has this many blocks
-
+// How many elements of each operand a thread of the row kernels holds. Many are for wide access
+// only; with a result wider than the input they are fewer, since registers would spill.
+template <class Direction, class Access>
+inline constexpr int kFew =
+    64 / static_cast<int>(sizeof(typename Direction::Real)) / Direction::kOperands;
+template <class Direction, class Access>
+inline constexpr int kMany = kFew<Direction, Access>;
 template <class Direction>
+inline constexpr int kMany<Direction, WideAccess> =
+    (sizeof(typename Direction::Written) > sizeof(typename Direction::Read) ? 24 : 32) /
+    Direction::kOperands;
+
+// Whether all 16-byte pieces of the operands begin at multiples of 16 bytes, given that elements
+// are adjacent along a dimension of this size.
+template <class Direction>
+bool has_whole_chunks(const Tensors<Direction>& tensors, int64_t adjacent) {
+  constexpr int64_t kChunk = Chunk<typename Direction::Read>::kSize;
+  bool whole = adjacent % kChunk == 0;
+  for (const SoftmaxOperand& operand : tensors.operand) {
+    whole &= reinterpret_cast<uintptr_t>(operand.data) % 16 == 0;
+    for (int d = 0; d < operand.outer.rank; ++d) whole &= operand.outer.stride[d] % kChunk == 0;
+  }
+  return whole;
+}
+
+template <class Direction, class Access>
 void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
                  const Direction& direction, const Workspace& workspace) {
-  using Read = typename Direction::Read;
-  using State = typename Direction::State;
+  constexpr int kFewElements = kFew<Direction, Access>;
+  constexpr int kManyElements = kMany<Direction, Access>;
   const SoftmaxShape& shape = tensors.shape;
   const int64_t rows = shape.outer;
-  constexpr int64_t kChunk = Chunk<Read>::kSize;
-  constexpr int kChunkBytes = 16 * Direction::kOperands;
-  // Any row of a tensor may begin off a 16-byte boundary, unless all begin on one.
-  bool aligned = shape.length % kChunk == 0;
-  for (const SoftmaxOperand& operand : tensors.operand) {
-    aligned &= reinterpret_cast<uintptr_t>(operand.data) % 16 == 0;
-    for (int d = 0; d < operand.outer.rank; ++d) aligned &= operand.outer.stride[d] % kChunk == 0;
-  }
-  const int64_t chunks = divide_up(shape.length + (aligned ? 0 : kChunk - 1), kChunk);
   const DeviceProperties& device = scope.device();
-  const RowPlan plan =
-      select_row_kernel(rows, chunks,
-                        {.multiprocessors = device.multiprocessors,
-                         .cluster = device.has_clusters() ? kPortableCluster : 1,
-                         .warp_chunks = kWarpChunks / Direction::kOperands,
-                         .block_chunks = (device.shared_bytes_per_block - 1024) / kChunkBytes});
+  RowLimits limits{.multiprocessors = device.multiprocessors,
+                   .cluster = device.max_cluster,
+                   .few_elements = kFewElements,
+                   .many_elements = kManyElements};
+  RowPlan plan = select_row_kernel(rows, shape.length, limits);
+  const auto large_block = softmax_block_kernel<Direction, Access, kManyElements>;
+  const auto grid_of = [&] {
+    return Grid{.blocks = rows * plan.cluster, .threads = plan.threads, .cluster = plan.cluster};
+  };
+  if (plan.cluster > kPortableCluster && !fits_cluster(scope, grid_of(), large_block)) {
+    limits.cluster = kPortableCluster;
+    plan = select_row_kernel(rows, shape.length, limits);
+  }
 
   switch (plan.kernel) {
-    case RowKernel::warp_many_rows: {
-      constexpr int kRows = kWarpChunks / Direction::kOperands;
-      const int64_t per_block = plan.threads / plan.lanes * kRows;
-      return launch(scope, {divide_up(rows, per_block), plan.threads},
-                    softmax_warp_kernel<Direction, kRows, 1>, tensors, direction, plan.lanes);
-    }
     case RowKernel::warp: {
-      const int64_t per_block = plan.threads / plan.lanes;
-      return launch(scope, {divide_up(rows, per_block), plan.threads},
-                    softmax_warp_kernel<Direction, 1, kWarpChunks / Direction::kOperands>, tensors, direction,
-                    plan.lanes);
+      const int64_t rows_per_block = plan.threads / plan.lanes;
+      return launch(scope, {divide_up(rows, rows_per_block), plan.threads},
+                    softmax_warp_kernel<Direction, Access, kFewElements>, tensors, direction,
+                    exponent_of(plan.lanes));
     }
-    case RowKernel::block: {
-      return launch(scope,
-                    {.blocks = rows * plan.cluster,
-                     .threads = plan.threads,
-                     .shared_bytes = plan.block_chunks * kChunkBytes,
-                     .cluster = plan.cluster},
-                    softmax_block_kernel<Direction>, tensors, direction, plan.cluster,
-                    plan.block_chunks);
-    }
+    case RowKernel::block:
+      return launch(scope, grid_of(), softmax_block_kernel<Direction, Access, kFewElements>,
+                    tensors, direction, 0);
+    case RowKernel::large_block:
+      return launch(scope, grid_of(), large_block, tensors, direction, exponent_of(plan.cluster));
     case RowKernel::online: {
-      // Pieces end on chunk boundaries of a row that begins on one.
+      constexpr int64_t kChunk = Chunk<typename Direction::Read>::kSize;
       const int64_t length = divide_up(divide_up(shape.length, plan.pieces), kChunk) * kChunk;
       const Pieces pieces{divide_up(shape.length, length), length};
-      const int64_t blocks = rows * pieces.count;
-      auto* states = static_cast<State*>(workspace(blocks * int64_t{sizeof(State)}));
-      launch(scope, {blocks, plan.threads}, softmax_online_states_kernel<Direction>, tensors,
+      const Grid grid{.blocks = rows * pieces.count, .threads = plan.threads};
+      using State = typename Direction::State;
+      auto* states = static_cast<State*>(workspace(grid.blocks * int64_t{sizeof(State)}));
+      launch(scope, grid, softmax_online_states_kernel<Direction, Access, kFewElements>, tensors,
              direction, pieces, states);
-      return launch(scope, {blocks, plan.threads}, softmax_online_results_kernel<Direction>,
+      return launch(scope, grid, softmax_online_results_kernel<Direction, Access, kFewElements>,
                     tensors, direction, pieces, states);
     }
   }
@@ -76,11 +88,10 @@ void launch_columns(const OpScope& scope, const Tensors<Direction>& tensors,
                     const Direction& direction) {
   using Read = typename Direction::Read;
   using State = typename Direction::State;
-  constexpr int kColumns = Access::template kColumns<Read>;
+  constexpr int kColumns = kPackColumns<Access, Read>;
   const int64_t packs = divide_up(tensors.shape.outer * tensors.shape.inner, kColumns);
-  const ColumnPlan plan = select_column_kernel(packs, tensors.shape.length,
-                                               kColumns * static_cast<int>(sizeof(Read)),
-                                               kColumnLines);
+  const ColumnPlan plan = select_column_kernel(
+      packs, tensors.shape.length, kColumnLines<Direction>);
   launch(scope,
          {.blocks = divide_up(packs, plan.lanes),
           .threads = plan.threads,
@@ -91,16 +102,26 @@ void launch_columns(const OpScope& scope, const Tensors<Direction>& tensors,
 template <class Direction>
 void launch_direction(const OpScope& scope, const Tensors<Direction>& tensors,
                       const Direction& direction, const Workspace& workspace) {
-  if (tensors.shape.inner == 1) return launch_rows(scope, tensors, direction, workspace);
   constexpr int64_t kChunk = Chunk<typename Direction::Read>::kSize;
-  bool wide = tensors.shape.inner % kChunk == 0;
+  const SoftmaxShape& shape = tensors.shape;
+  const bool rows = shape.inner == 1;
+  bool wide = has_whole_chunks(tensors, rows ? shape.length : shape.inner);
   for (const SoftmaxOperand& operand : tensors.operand) {
-    wide &= reinterpret_cast<uintptr_t>(operand.data) % 16 == 0;
-    wide &= operand.length_stride % kChunk == 0;
-    for (int d = 0; d < operand.outer.rank; ++d) wide &= operand.outer.stride[d] % kChunk == 0;
+    wide &= rows ? operand.length_stride == 1 : operand.length_stride % kChunk == 0;
   }
-  return wide ? launch_columns<Direction, WideAccess>(scope, tensors, direction)
-              : launch_columns<Direction, ElementAccess>(scope, tensors, direction);
+  if constexpr (sizeof(typename Direction::Read) == 8) wide = false;  // nothing to gain
+
+  if (!wide && rows) {
+    launch_rows<Direction, ElementAccess>(scope, tensors, direction, workspace);
+  } else if (!wide) {
+    launch_columns<Direction, ElementAccess>(scope, tensors, direction);
+  } else if constexpr (sizeof(typename Direction::Read) < 8) {
+    if (rows) {
+      launch_rows<Direction, WideAccess>(scope, tensors, direction, workspace);
+    } else {
+      launch_columns<Direction, WideAccess>(scope, tensors, direction);
+    }
+  }
 }
 
 }  // namespace flashattn::cuda

@@ -9,53 +9,50 @@ namespace flashattn::cuda {
 template <class State>
 __device__ State shuffle_xor(State state, int distance) {
   static_assert(sizeof(State) % 4 == 0);
-  union {
-    State state;
+  struct Words {
     uint32_t word[sizeof(State) / 4];
-  } value{state};
+  };
+  Words words = bit_cast<Words>(state);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(State) / 4); ++i) {
-    value.word[i] = __shfl_xor_sync(0xffffffffu, value.word[i], distance);
-  }
-  return value.state;
+  for (uint32_t& word : words.word) word = __shfl_xor_sync(0xffffffffu, word, distance);
+  return bit_cast<State>(words);
 }
 
-// Every lane gets the State of its group of `lanes` (a power of two) neighbours.
+// Every lane gets the State of the warp.
 template <class Direction>
-__device__ typename Direction::State join_lanes(typename Direction::State state, int lanes) {
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+__device__ typename Direction::State join_lanes(typename Direction::State state) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
     state = Direction::join(state, shuffle_xor(state, distance));
   }
   return state;
 }
 
-// Every thread gets the State of the block. One barrier; `shared` must not be in use for another
-// call that some thread has not left.
+// Every thread gets the State of the block, given its warp's. One barrier; `shared` must not be in
+// use for another call that some thread has not left.
 template <class Direction>
-__device__ typename Direction::State join_block(typename Direction::State state,
+__device__ typename Direction::State join_warps(typename Direction::State state,
                                                 typename Direction::State (&shared)[32]) {
-  state = join_lanes<Direction>(state, 32);
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
   if (warps == 1) return state;
   if (lane == 0) shared[threadIdx.x / 32] = state;
   __syncthreads();
-  return join_lanes<Direction>(lane < warps ? shared[lane] : Direction::empty(), 32);
+  return join_lanes<Direction>(lane < warps ? shared[lane] : Direction::empty());
 }
 
-// Every thread gets the State of the cluster. Blocks leave together, since they read each other's
-// shared memory.
+// Every thread gets the State of the cluster, given its block's. Blocks leave together, since they
+// read each other's shared memory.
 template <class Direction>
-__device__ typename Direction::State join_cluster(typename Direction::State state,
-                                                  typename Direction::State& shared) {
+__device__ typename Direction::State join_blocks(typename Direction::State state,
+                                                 typename Direction::State& shared) {
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
-  const int blocks = static_cast<int>(cluster.num_blocks());
   if (threadIdx.x == 0) shared = state;
   cluster.sync();
-  state = *cluster.map_shared_rank(&shared, 0);
-  for (int rank = 1; rank < blocks; ++rank) {
-    state = Direction::join(state, *cluster.map_shared_rank(&shared, rank));
-  }
+  const unsigned lane = threadIdx.x % 32;
+  state = lane < cluster.num_blocks() ? *cluster.map_shared_rank(&shared, lane)
+                                      : Direction::empty();
+  state = join_lanes<Direction>(state);
   cluster.sync();
 #endif
   return state;

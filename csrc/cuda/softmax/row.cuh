@@ -1,11 +1,5 @@
-// Rows as 16-byte chunks.
-//
-// Chunks are cut at the 16-byte boundaries of the first operand, so a row that begins anywhere
-// still has whole chunks except at its two ends. A chunk that is not whole, or whose 16 bytes in
-// another operand or in the result are not aligned, is accessed element by element.
+// A row, or a piece of one, and the elements of it that a thread holds in registers.
 #pragma once
-
-#include <cuda_pipeline.h>
 
 #include <cstdint>
 
@@ -14,109 +8,120 @@
 
 namespace flashattn::cuda {
 
-template <class Element>
-__device__ bool is_aligned(const Element* pointer, int bytes) {
-  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
-}
-
-// Element i of operand o of one chunk, for Direction::add and Direction::result.
-template <class Direction>
-struct ChunkElements {
-  const Chunk<typename Direction::Read> (&chunk)[Direction::kOperands];
-
-  __device__ auto operator()(int o, int i) const {
-    return convert<typename Direction::Real>(chunk[o].element[i]);
-  }
-};
-
-// A row, or a piece of one: fewer than 2^31 elements.
 template <class Direction>
 struct Row {
-  using Read = typename Direction::Read;
-  using Written = typename Direction::Written;
-  using Real = typename Direction::Real;
-  static constexpr int kChunk = Chunk<Read>::kSize;
-  using OperandChunks = Chunk<Read>[Direction::kOperands];
-
-  const Read* operand[Direction::kOperands];  // (length)
-  Written* result;                            // (length)
+  const typename Direction::Read* operand[Direction::kOperands];  // (length)
+  typename Direction::Written* result;                            // (length), contiguous
   int length;
-  int lead;  // elements between the boundary below the row and the row
 
-  Row() = default;
   __device__ Row(const Tensors<Direction>& tensors, int64_t index, int64_t begin, int64_t end)
       : result(tensors.result + index * tensors.shape.length + begin),
         length(static_cast<int>(end - begin)) {
 #pragma unroll
-    for (int o = 0; o < Direction::kOperands; ++o) operand[o] = tensors.slab(o, index) + begin;
-    lead = static_cast<int>(reinterpret_cast<uintptr_t>(operand[0]) % 16 / sizeof(Read));
-  }
-
-  __device__ int chunks() const { return (lead + length + kChunk - 1) / kChunk; }
-  // The first element of a chunk; negative for one that begins before the row.
-  __device__ int first(int chunk) const { return chunk * kChunk - lead; }
-  __device__ bool is_whole(int first) const { return first >= 0 && first + kChunk <= length; }
-  __device__ bool has(int element) const { return element >= 0 && element < length; }
-
-  // Whether load_whole may be used.
-  __device__ bool can_load_whole(int o, int first) const {
-    return is_whole(first) && is_aligned(operand[o] + first, 16);
-  }
-  __device__ Chunk<Read> load_whole(int o, int first) const {
-    return bit_cast<Chunk<Read>>(__ldcs(reinterpret_cast<const uint4*>(operand[o] + first)));
-  }
-  __device__ void load_whole_async(int o, int first, Chunk<Read>* to) const {
-    __pipeline_memcpy_async(to, operand[o] + first, 16);
-  }
-  __device__ Chunk<Read> load_elements(int o, int first) const {
-    Chunk<Read> chunk;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      chunk.element[i] = has(first + i) ? operand[o][first + i] : Direction::outside();
-    }
-    return chunk;
-  }
-
-  __device__ void store(const Direction& direction, int first, const OperandChunks& chunks,
-                        typename Direction::Totals totals) const {
-    Real values[kChunk];
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      values[i] = direction.result(ChunkElements<Direction>{chunks}, i, totals);
-    }
-    constexpr int kBytes = kChunk * sizeof(Written) < 16 ? kChunk * sizeof(Written) : 16;
-    if (is_whole(first) && is_aligned(result + first, kBytes)) {
-      store_whole(result + first, values);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        if (has(first + i)) result[first + i] = convert<Written>(values[i]);
-      }
+    for (int o = 0; o < Direction::kOperands; ++o) {
+      operand[o] = tensors.slab(o, index) + begin * tensors.operand[o].length_stride;
     }
   }
 
- private:
-  __device__ static void store_whole(Written* to, const Real (&values)[kChunk]) {
-    if constexpr (sizeof(Written) == 2) {
-      uint32_t pairs[kChunk / 2];
+  // Drops the first elements.
+  __device__ void advance(const Tensors<Direction>& tensors, int elements) {
 #pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) {
-        pairs[i] = round_pair(values[2 * i], values[2 * i + 1], Written());
-      }
-      if constexpr (kChunk == 8) {
-        __stcs(reinterpret_cast<uint4*>(to), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-      } else {
-        __stcs(reinterpret_cast<uint2*>(to), make_uint2(pairs[0], pairs[1]));
-      }
-    } else {
-      constexpr int kSize = Chunk<Written>::kSize;
+    for (int o = 0; o < Direction::kOperands; ++o) {
+      operand[o] += elements * tensors.operand[o].length_stride;
+    }
+    result += elements;
+    length -= elements;
+  }
+};
+
+// How threads share a row: which elements a thread holds, given its number among `step` threads
+// that hold neighbouring ones. WideAccess takes 16 bytes at a time, from rows that all begin at a
+// multiple of 16 bytes and end at one; ElementAccess reads any row, of any stride.
+struct WideAccess;
+struct ElementAccess;
+
+template <class Direction, class Access, int Count>
+struct Fragment;
+
+template <class Direction, int Count>
+struct Fragment<Direction, WideAccess, Count> {
+  using Read = typename Direction::Read;
+  using Real = typename Direction::Real;
+  static constexpr int kChunk = Chunk<Read>::kSize;
+  static_assert(Count % kChunk == 0);
+
+  Real value[Direction::kOperands][Count];
+
+  __device__ void load(const Tensors<Direction>&, const Row<Direction>& row, int thread,
+                       int step) {
+    Chunk<Read> chunk[Direction::kOperands][Count / kChunk];
 #pragma unroll
-      for (int i = 0; i < kChunk; i += kSize) {
-        Chunk<Written> chunk;
+    for (int k = 0; k < Count / kChunk; ++k) {
+      const int first = (thread + k * step) * kChunk;
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) chunk.element[j] = values[i + j];
-        __stcs(reinterpret_cast<uint4*>(to + i), bit_cast<uint4>(chunk));
+      for (int o = 0; o < Direction::kOperands; ++o) {
+        if (first < row.length) {
+          chunk[o][k] = *reinterpret_cast<const Chunk<Read>*>(row.operand[o] + first);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kChunk; ++i) {
+            chunk[o][k].element[i] = convert<Read>(Direction::outside());
+          }
+        }
       }
+    }
+#pragma unroll
+    for (int o = 0; o < Direction::kOperands; ++o) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) {
+        value[o][i] = convert<Real>(chunk[o][i / kChunk].element[i % kChunk]);
+      }
+    }
+  }
+
+  template <class Result>
+  __device__ void store(const Row<Direction>& row, int thread, int step,
+                        const Result& result) const {
+#pragma unroll
+    for (int k = 0; k < Count / kChunk; ++k) {
+      const int first = (thread + k * step) * kChunk;
+      if (first >= row.length) break;
+      Real results[kChunk];
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) results[i] = result(k * kChunk + i);
+      store_neighbours(row.result + first, results);
+    }
+  }
+};
+
+template <class Direction, int Count>
+struct Fragment<Direction, ElementAccess, Count> {
+  using Real = typename Direction::Real;
+
+  Real value[Direction::kOperands][Count];
+
+  __device__ void load(const Tensors<Direction>& tensors, const Row<Direction>& row, int thread,
+                       int step) {
+#pragma unroll
+    for (int o = 0; o < Direction::kOperands; ++o) {
+      const int64_t stride = tensors.operand[o].length_stride;
+      const auto* from = row.operand[o] + thread * stride;
+#pragma unroll
+      for (int i = 0; i < Count; ++i, from += step * stride) {
+        const bool has = thread + i * step < row.length;
+        value[o][i] = has ? convert<Real>(*from) : Direction::outside();
+      }
+    }
+  }
+
+  template <class Result>
+  __device__ void store(const Row<Direction>& row, int thread, int step,
+                        const Result& result) const {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const int element = thread + i * step;
+      if (element >= row.length) break;
+      row.result[element] = convert<typename Direction::Written>(result(i));
     }
   }
 };
