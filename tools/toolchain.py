@@ -1,6 +1,7 @@
 """What a build needs and where it lies on this machine. Used by setup.py and build_backend.py.
 
-``find_*`` return None, ``require_*`` end the build with one line that says what to do.
+``find_*`` return None, ``require_*`` end the build with one line that says what to do. Run as a
+program, it prints what pip has to install for a build without isolation.
 """
 
 import importlib.util
@@ -170,3 +171,7 @@ def parallel_jobs() -> int:
     compiler = "nvcc" if wants_cuda() and find_nvcc() else "c++"
     by_memory = _available_gib() / GIB_PER_JOB[compiler]
     return int(max(1, min(len(os.sched_getaffinity(0)), by_memory)))
+
+
+if __name__ == "__main__":
+    print("\n".join(missing_requirements()))
