@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import formula
 import torch
@@ -61,8 +62,8 @@ def on_cpu(value):
 def run(function, tensors, options, upstream=None, dtype=None, wanted=None):
     """Calls `function` and differentiates it: (results, {name: gradient}).
 
-    `upstream`: gradients of out, lse and (where given) weights; None: forward only. `dtype`: what the
-    floating tensors are turned into first. `wanted`: names to differentiate by; None: all.
+    `upstream`: gradients of out, lse and (where given) weights; None: forward only. `dtype`: what
+    the floating tensors are turned into first. `wanted`: names to differentiate by; None: all.
     """
     named = dict(zip(TENSORS, tensors, strict=True)) | options
     leaves = {}
@@ -116,7 +117,7 @@ def random_upstream(tensors, packed, layout="contiguous", weights=False):
 
 
 class Twins:
-    """What an op is held against: the same call by the formula; each run is (results, {name: gradient}).
+    """What an op is held against: the same call by the formula, as (results, {name: gradient}).
 
     exact: in fp64. eager: by torch, in the dtype of query.
     """
@@ -249,7 +250,7 @@ def gap_rows(options, side, total):
     begins = options[f"cu_seqlens_{side}"].tolist()
     used = options.get(f"seqused_{side}")
     gap = torch.ones(total, dtype=torch.bool)
-    for n, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
+    for n, (begin, end) in enumerate(itertools.pairwise(begins)):
         gap[begin : end if used is None else begin + int(used[n])] = False
     return gap
 
@@ -266,7 +267,7 @@ def check_call(op, tensors, options, *, layout="contiguous", backward=True, weig
 
 
 def check(op, problem, device, *, backward=True, weights=False, seed=None):
-    """Builds a problem, runs the op on it forward and backward, and holds it against the formula."""
+    """Builds a problem, runs the op on it both ways, and holds it against the formula."""
     tensors, options = build(problem, device, seed)
     assert tensors[0].dtype == DTYPES[problem.dtype]
     layout = problem.layout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import random
 import sys
 from pathlib import Path
 
@@ -11,13 +13,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-NAN_BYTES_EVERYWHERE = 0x100  # malloc fills with the lowest byte of this ^ 0xff, 0xff: a NaN in every dtype
+# malloc fills memory with the lowest byte of this value ^ 0xff. 0xff everywhere: NaN in any dtype.
+NAN_BYTES_EVERYWHERE = 0x100
 M_PERTURB = -6
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: needs a GPU, or more than a few seconds")
     torch.set_num_threads(1)
+    # One seed for all workers of a run, which inherit the environment.
+    os.environ.setdefault("FLASHATTN_EXT_SEED", str(random.SystemRandom().randrange(2**31)))
+
+
+def pytest_report_header():
+    return f"random problems: FLASHATTN_EXT_SEED={os.environ['FLASHATTN_EXT_SEED']}"
 
 
 def has_cuda_kernel(op):
@@ -44,7 +53,7 @@ def device(request):
 
 
 def poison_memory(device="cpu"):
-    """Fills memory that the next allocations will reuse with NaN, so that an unwritten output shows."""
+    """Fills memory that the next allocations reuse with NaN, so that an unwritten output shows."""
     sizes = [2**n for n in range(4, 19)] + [3 * 2**n for n in range(4, 17)]
     tensors = [torch.full((size,), float("nan"), device=device) for size in sizes for _ in range(2)]
     del tensors

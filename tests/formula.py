@@ -1,8 +1,8 @@
 """The attention formula of the package, written for clarity: what every op is tested against.
 
-Plain torch on dense scores, one sequence after the other, with gradients by torch's autograd. It shares
-no code with the package. In fp64 (the default) it is the exact answer; run in the dtype of the inputs
-it is "the same formula run eagerly by torch", which the tolerance table compares with.
+Plain torch on dense scores, one sequence after the other, with gradients by torch's autograd. It
+shares no code with the package. In fp64 (the default) it is the exact answer; run in the dtype of
+the inputs it is "the same formula run eagerly by torch", which the tolerance table compares with.
 
 Shapes: query (batch, heads_q, len_q, head_dim), key (batch, heads_kv, len_k, head_dim),
 value (batch, heads_kv, len_k, head_dim_v); packed: (total, heads, head_dim).
@@ -26,11 +26,11 @@ class Results(NamedTuple):
     weights: torch.Tensor | None  # (batch, heads_q, len_q, len_k), after dropout; None for packed
 
 
-# ---- dropout ---------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 def philox4x32(counter, key, rounds):
-    """Philox4x32 of Salmon et al. (SC 2011). `counter`: 4 arrays, `key`: 2 arrays of 32-bit words."""
+    """Philox4x32 of Salmon et al. (SC 2011). `counter`: 4 arrays, `key`: 2 of 32-bit words."""
     low32 = np.uint64(0xFFFFFFFF)
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = (int(word) for word in key)
@@ -53,7 +53,7 @@ def dropout_threshold(dropout_p):
 
 
 def keep_mask(rng_state, sequence, heads_q, len_q, len_k, dropout_p):
-    """True where a probability is kept: bool (heads_q, len_q, len_k) of one sequence of the batch."""
+    """True where a probability of one sequence is kept: bool (heads_q, len_q, len_k)."""
     seed, offset = (int(word) % 2**64 for word in rng_state.tolist())
     position = [(offset + sequence * heads_q + head) % 2**64 for head in range(heads_q)]
     position = np.array(position, dtype=np.uint64).reshape(heads_q, 1, 1)
@@ -77,11 +77,11 @@ def keep_mask(rng_state, sequence, heads_q, len_q, len_k, dropout_p):
     return torch.from_numpy(number < dropout_threshold(dropout_p))
 
 
-# ---- visibility ------------------------------------------------------------------------------------
+# ---- visibility ----------------------------------------------------------------------------------
 
 
 def visible_pairs(len_q, len_k, *, causal=False, window=None, alignment=None):
-    """Which keys a query sees by causality and window: bool (len_q, len_k), and the diagonal's shift."""
+    """What causality and window let a query see, bool (len_q, len_k), and the diagonal's shift."""
     shift = len_k - len_q if alignment == "bottom_right" else 0
     row = torch.arange(len_q).unsqueeze(1)
     col = torch.arange(len_k).unsqueeze(0)
@@ -96,7 +96,7 @@ def visible_pairs(len_q, len_k, *, causal=False, window=None, alignment=None):
     return visible, shift
 
 
-# ---- one sequence ----------------------------------------------------------------------------------
+# ---- one sequence --------------------------------------------------------------------------------
 
 
 def log_sum_exp(terms):
@@ -107,7 +107,7 @@ def log_sum_exp(terms):
 
 
 class StoredSoftmax(torch.autograd.Function):
-    """Softmax over the last dimension whose result is rounded to another dtype, for backward too."""
+    """Softmax over the last dimension, its result rounded to another dtype, for backward too."""
 
     @staticmethod
     def forward(ctx, terms, dtype):
@@ -148,7 +148,7 @@ class SumOfMagnitudes(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse, grad_weights):
         terms, value, keep_factor = ctx.saved_tensors
-        _, lse, weights = softmax_of_values(terms, value, keep_factor)
+        _, _lse, weights = softmax_of_values(terms, value, keep_factor)
         empty = (terms == -INFINITY).all(-1, keepdim=True)
         probs = torch.softmax(terms.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
         grad_probs = grad_out.abs() @ value.abs().transpose(1, 2) + grad_weights.abs()
@@ -223,7 +223,7 @@ def one_sequence(
     return out, lse, max_logits, weights
 
 
-# ---- dense and packed calls ------------------------------------------------------------------------
+# ---- dense and packed calls ----------------------------------------------------------------------
 
 
 def _dropout(rng_state, sequence, heads_q, len_q, len_k, dropout_p):

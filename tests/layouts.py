@@ -39,7 +39,8 @@ def offset_by_one(tensor):
 
 def odd_singletons(tensor):
     """Contiguous, with meaningless strides where a dimension has size 1."""
-    odd = [7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    odd = [7 if size == 1 else stride for size, stride in strides]
     return tensor.contiguous().as_strided(tensor.shape, odd)
 
 
@@ -51,7 +52,12 @@ def expanded(tensor, dim):
 def _orders(tensor):
     d = tensor.dim()
     if d == 4:
-        return {"blhd": (0, 2, 1, 3), "lbhd": (2, 0, 1, 3), "bhdl": (0, 1, 3, 2), "dlhb": (3, 2, 1, 0)}
+        return {
+            "blhd": (0, 2, 1, 3),
+            "lbhd": (2, 0, 1, 3),
+            "bhdl": (0, 1, 3, 2),
+            "dlhb": (3, 2, 1, 0),
+        }
     return {"blhd": (1, 0, 2), "lbhd": (0, 2, 1), "bhdl": (2, 1, 0), "dlhb": (2, 0, 1)}
 
 
@@ -79,9 +85,9 @@ def lay_out(tensor, layout):
 
 
 def dense_strides_like(tensor, sizes):
-    """Strides of a dense tensor of `sizes` whose dimensions lie in memory in the order of `tensor`'s.
+    """Strides of a dense tensor of `sizes`, its dimensions in memory in the order of `tensor`'s.
 
-    Dimensions of size 1 or stride 0 stay where they are; the others share their slots by falling stride.
+    Dimensions of size 1 or stride 0 stay where they are; the others share slots by falling stride.
     """
     told = [d for d in range(tensor.dim()) if tensor.shape[d] > 1 and tensor.stride(d) != 0]
     order = list(range(tensor.dim()))

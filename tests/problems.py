@@ -33,7 +33,9 @@ class Problem:
     causal: bool = False
     window: tuple | None = None
     alignment: str | None = None
-    mask: str | None = None  # bool, float, fp32, finfo_min, or each + "_rows": some rows see nothing
+    mask: str | None = (
+        None  # bool, float, fp32, finfo_min, or each + "_rows": some rows see nothing
+    )
     mask_shape: str = "bhqk"  # a dimension left out has size 1; "qk", "k": fewer dimensions
     key_lengths: tuple | None = None  # (batch), as shares of len_k in percent
     lengths: tuple | None = None  # packed: ((len_q, len_k), ...)
@@ -69,11 +71,31 @@ def _random(shape, dtype, generator, spread=1.0):
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread).to(dtype)
 
 
-MASK_SHAPES = ("bhqk", "b11k", "1hqk", "11qk", "bh1k", "111k", "bhq1", "hqk", "1qk", "qk", "q1", "k", "1")
+MASK_SHAPES = (
+    "bhqk",
+    "b11k",
+    "1hqk",
+    "11qk",
+    "bh1k",
+    "111k",
+    "bhq1",
+    "hqk",
+    "1qk",
+    "qk",
+    "q1",
+    "k",
+    "1",
+)
 
 
 def mask_sizes(problem):
-    sizes = {"b": problem.batch, "h": problem.heads_q, "q": problem.len_q, "k": problem.len_k, "1": 1}
+    sizes = {
+        "b": problem.batch,
+        "h": problem.heads_q,
+        "q": problem.len_q,
+        "k": problem.len_k,
+        "1": 1,
+    }
     return [sizes[letter] for letter in problem.mask_shape]
 
 
@@ -149,14 +171,14 @@ def build(problem, device="cpu", seed=None):
     return inputs, kwargs
 
 
-# ---- choosing problems -------------------------------------------------------------------------------
+# ---- choosing problems ---------------------------------------------------------------------------
 
 
 def pairwise(factors, seed=0, tries=10):
     """Few combinations in which every pair of values of two factors occurs.
 
-    `factors`: {field: values}. Greedy: of some random completions of a pair that is still missing, the
-    one with most missing pairs is taken.
+    `factors`: {field: values}. Greedy: of some random completions of a pair that is still missing,
+    the one with most missing pairs is taken.
     """
     rng = random.Random(seed)
     names = list(factors)
@@ -174,7 +196,8 @@ def pairwise(factors, seed=0, tries=10):
     while missing:
         wanted = dict(next(iter(missing)))
         candidates = [
-            {name: wanted.get(name, rng.choice(factors[name])) for name in names} for _ in range(tries)
+            {name: wanted.get(name, rng.choice(factors[name])) for name in names}
+            for _ in range(tries)
         ]
         best = max(candidates, key=lambda choice: len(new_pairs(choice)))
         for pair in new_pairs(best):

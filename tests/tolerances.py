@@ -50,11 +50,11 @@ def allowed_error(dtype, eager_error, magnitude):
 def assert_close(name, got, exact, eager, dtype, second_look=None):
     """Holds one result against the table; NaN and infinities must be where the exact ones are.
 
-    Without an eager run, `eager=None`, the exact result rounded to the dtype of `got` stands for it.
-    `second_look()`, asked only after a failure, gives the two measures more carefully: the eager error
-    over several draws, since that of a result of few numbers may be 0 by luck; and the sum of the
-    magnitudes of the terms that an element is the sum of, since no accumulator does better than a
-    rounding of that, however much of it cancels.
+    Without an eager run, `eager=None`, the exact result rounded to the dtype of `got` stands for
+    it. `second_look()`, asked only after a failure, gives the two measures more carefully: the
+    eager error over several draws, since that of a result of few numbers may be 0 by luck; and the
+    sum of the magnitudes of the terms that an element is the sum of, since no accumulator does
+    better than a rounding of that, however much of it cancels.
     """
     if eager is None:
         eager = exact.to(got.dtype)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import flashattn_ext
 import formula
 import pytest
 import torch
 from checks import DENSE_OPS, check, check_call, flash_attention_varlen, run
 from problems import DTYPES, Problem, build
+
+import flashattn_ext
 
 OPS = ("flash_attention_forward", "flash_attention_varlen_forward")
 
@@ -32,7 +33,7 @@ def kept_by_forward(op, rng_state, batch, heads, len_q, len_k, dropout_p, **opti
 
 
 def kept_by_backward(op, rng_state, batch, heads, len_q, len_k, dropout_p):
-    """Which pairs backward keeps: with a one-hot grad_out per query, grad of value is the kept pairs."""
+    """Which pairs backward keeps: with one-hot rows of grad_out, they are the grad of value."""
     device = rng_state.device
     query = torch.zeros(batch, heads, len_q, 4, device=device)
     key = torch.zeros(batch, heads, len_k, 4, device=device)
@@ -70,7 +71,9 @@ def test_bits_do_not_depend_on_anything_else(device):  # R3
     causal = torch.ones(40, 70, dtype=torch.bool).tril(30)
     for op in DENSE_OPS.values():
         options = {"causal": True, "alignment": "bottom_right"}
-        assert torch.equal(kept_by_forward(op, rng_state, *sizes, 0.3, **options), expected & causal)
+        assert torch.equal(
+            kept_by_forward(op, rng_state, *sizes, 0.3, **options), expected & causal
+        )
         for lengths in ((70, 33), (1, 0)):
             used = torch.tensor(lengths, device=device)
             seen = torch.arange(70) < used.cpu().view(2, 1, 1, 1)
@@ -205,9 +208,7 @@ def test_fork_rng_and_reserved_states(op, device):  # R7, R8
     assert reserved.dtype == torch.int64 and reserved.shape == (2,)
     assert reserved.device.type == torch.device(device).type
     before = reserved.clone()
-    given = [
-        run(op, tensors, {"dropout_p": 0.5, "rng_state": reserved})[0].out for _ in range(2)
-    ]
+    given = [run(op, tensors, {"dropout_p": 0.5, "rng_state": reserved})[0].out for _ in range(2)]
     assert torch.equal(given[0], given[1]) and torch.equal(given[0], inside)
     assert torch.equal(reserved, before)
 
@@ -216,7 +217,9 @@ def test_a_strided_state(op, device):
     tensors, _ = build(Problem(), device)
     wide = torch.tensor([3, 0, 9, 0], device=device)
     a = run(op, tensors, {"dropout_p": 0.5, "rng_state": wide[::2]})[0].out
-    assert torch.equal(a, run(op, tensors, {"dropout_p": 0.5, "rng_state": state(3, 9, device)})[0].out)
+    assert torch.equal(
+        a, run(op, tensors, {"dropout_p": 0.5, "rng_state": state(3, 9, device)})[0].out
+    )
 
 
 def test_backward_uses_the_drawn_state(op, device):  # R3

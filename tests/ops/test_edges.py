@@ -1,15 +1,16 @@
-"""The edges of the formula: nothing to attend to, NaN next door, logits of any size, huge strides."""
+"""The edges: nothing to attend to, NaN next door, logits of any size, huge strides."""
 
 from __future__ import annotations
 
 import math
 
-import flashattn_ext
 import pytest
 import torch
 from checks import DENSE_OPS, check, check_call, flash_attention, random_upstream, run
 from problems import DTYPES, Problem, build
 from tolerances import assert_close
+
+import flashattn_ext
 
 OPS = ("flash_attention_forward", "flash_attention_backward")
 INFINITY, NAN = float("inf"), float("nan")
@@ -30,7 +31,7 @@ def row(values, dtype=torch.float32, device="cpu"):
     return tensor.reshape(1, 1, len(values), -1)
 
 
-# ---- sizes of zero ---------------------------------------------------------------------------------
+# ---- sizes of zero -------------------------------------------------------------------------------
 
 EMPTY = {
     "batch": {"batch": 0},
@@ -76,7 +77,7 @@ def test_rows_with_nothing_but_the_sink(sink, op, device):
     assert (results.lse[:, :, 4:8] == sink).all()
 
 
-# ---- NaN and infinity next door --------------------------------------------------------------------
+# ---- NaN and infinity next door ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
@@ -105,7 +106,7 @@ def test_nan_stays_in_its_head(dtype, place, op, device):  # N22
     tensors, _ = build(small(dtype=dtype, heads_q=3, heads_kv=3, batch=3), device)
     clean = run(op, tensors, {})[0]
     dirty = [tensor.clone() for tensor in tensors]
-    dirty["query key value".split().index(place)][1, 2, 5] = NAN
+    dirty[["query", "key", "value"].index(place)][1, 2, 5] = NAN
     results = run(op, dirty, {})[0]
     others = torch.ones(3, 3, dtype=torch.bool)
     others[1, 2] = False
@@ -125,7 +126,7 @@ def test_nan_in_gradients_stays_in_its_head(place, op, device):  # N20, N22
     upstream = random_upstream(tensors, packed=False)
     _, clean = run(op, tensors, {}, upstream)
     dirty = [tensor.clone() for tensor in tensors]
-    dirty["query key value".split().index(place)][1, 2, 5] = NAN
+    dirty[["query", "key", "value"].index(place)][1, 2, 5] = NAN
     _, gradients = run(op, dirty, {}, upstream)
     others = torch.ones(2, 3, dtype=torch.bool)
     others[1, 2] = False
@@ -138,7 +139,7 @@ def test_nan_behind_a_mask_stays_in_its_head(place, op, device):  # N20
     tensors, _ = build(small(heads_q=2, len_q=20, len_k=20), device)
     clean = run(op, tensors, {"causal": True})[0]
     dirty = [tensor.clone() for tensor in tensors]
-    dirty["query key value".split().index(place)][0, 0, 15] = NAN
+    dirty[["query", "key", "value"].index(place)][0, 0, 15] = NAN
     results = run(op, dirty, {"causal": True})[0]
     assert torch.isnan(results.out[0, 0, 15:]).all()
     assert torch.equal(results.out[1], clean.out[1])
@@ -147,7 +148,7 @@ def test_nan_behind_a_mask_stays_in_its_head(place, op, device):  # N20
         assert torch.equal(results.lse[0, 0, :15], clean.lse[0, 0, :15])
 
 
-# ---- logits of any size ----------------------------------------------------------------------------
+# ---- logits of any size --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -181,7 +182,9 @@ def test_a_masked_key_never_wins(op, device):  # N6
     mask = torch.tensor([True, False], device=device)
     for options in ({"attn_mask": mask}, {"key_lengths": torch.tensor([1], device=device)}):
         assert run(op, [query, key, value], options)[0].out.item() == 1.0
-    assert run(op, [query, key, value], {"causal": True, "alignment": "top_left"})[0].out.item() == 1.0
+    assert (
+        run(op, [query, key, value], {"causal": True, "alignment": "top_left"})[0].out.item() == 1.0
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
@@ -209,7 +212,9 @@ def test_one_query_one_key(dtype, op, device):  # N14
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_constant_inputs(dtype, op, device):  # N17
-    tensors = [torch.full((2, 2, 30, 64), 1000.0, device=device).to(DTYPES[dtype]) for _ in range(3)]
+    tensors = [
+        torch.full((2, 2, 30, 64), 1000.0, device=device).to(DTYPES[dtype]) for _ in range(3)
+    ]
     results, gradients = check_call(op, tensors, {})
     assert (results.out - 1000).abs().max() <= 1e-3
     assert torch.isfinite(gradients["query"]).all()
@@ -232,7 +237,7 @@ def test_a_mask_column_past_32767(device):  # S13
     assert out.flatten().tolist() == [32_800.0, 39_999.0]
 
 
-# ---- finfo.min is an ordinary number ---------------------------------------------------------------
+# ---- finfo.min is an ordinary number -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -254,10 +259,12 @@ def test_rows_of_finfo_min(mask_dtype, dtype, op, device):  # N4: the mean of V
 def test_finfo_min_in_part_of_a_row(op, device):  # N4
     for dtype in DTYPES:
         check(op, small(dtype=dtype, mask="finfo_min"), device)
-        check(op, small(dtype=dtype, mask="finfo_min_rows", causal=True, alignment="top_left"), device)
+        check(
+            op, small(dtype=dtype, mask="finfo_min_rows", causal=True, alignment="top_left"), device
+        )
 
 
-# ---- many and far apart ----------------------------------------------------------------------------
+# ---- many and far apart --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch, heads", [(70_000, 1), (1, 70_000), (2_800, 4)])
@@ -290,7 +297,10 @@ def test_strides_past_two_to_the_31(dim, untouched_malloc):  # S16, S17, C1, V12
         tensors = [near.clone() for _ in range(3)]
         tensors[place] = view
         expected = [near.clone() for _ in range(3)]
-        a, b = (run(flash_attention, x, {}, random_upstream(expected, False)) for x in (tensors, expected))
+        a, b = (
+            run(flash_attention, x, {}, random_upstream(expected, False))
+            for x in (tensors, expected)
+        )
         assert torch.equal(a[0].out, b[0].out)
         for name in a[1]:
             assert torch.equal(a[1][name], b[1][name]), name

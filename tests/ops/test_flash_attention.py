@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import flashattn_ext
 import pytest
 import torch
 from checks import check, flash_attention
 from problems import DENSE_FACTORS, DTYPES, HEAD_DIMS, LENGTHS, VISIBLE, Problem, build, selection
+
+import flashattn_ext
 
 OPS = ("flash_attention_forward", "flash_attention_backward")
 
@@ -127,7 +128,9 @@ def test_any_scale(scale, device):
 
 
 def test_inputs_are_left_alone(device):
-    problem = Problem(mask="float", alibi="batch", sinks="fp16", dropout_p=0.3, alignment="top_left")
+    problem = Problem(
+        mask="float", alibi="batch", sinks="fp16", dropout_p=0.3, alignment="top_left"
+    )
     tensors, options = build(problem, device)
     before = [t.clone() for t in (*tensors, *options.values()) if isinstance(t, torch.Tensor)]
     flashattn_ext.flash_attention(*tensors, **options)

@@ -1,13 +1,14 @@
-"""flash_attention_varlen against the formula, sequence by sequence; gaps, tails and empty sequences."""
+"""flash_attention_varlen against the formula; gaps, tails and empty sequences."""
 
 from __future__ import annotations
 
-import flashattn_ext
 import pytest
 import torch
 from checks import check, check_call, flash_attention_varlen, gap_rows, random_upstream, run
 from problems import PACKED_FACTORS, Problem, build, selection
 from tolerances import assert_close
+
+import flashattn_ext
 
 OPS = ("flash_attention_varlen_forward", "flash_attention_varlen_backward")
 NAN = float("nan")
@@ -170,7 +171,9 @@ def test_many_rows_and_many_sequences(count, length, device):  # V12, S11
     query, key, value = (torch.randn(count * length, 1, 8, generator=generator) for _ in range(3))
     cu = torch.arange(0, count * length + 1, length, dtype=torch.int32)
     tensors = [tensor.to(device).requires_grad_() for tensor in (query, key, value)]
-    out = flashattn_ext.flash_attention_varlen(*tensors, cu.to(device), cu.to(device), length, length)
+    out = flashattn_ext.flash_attention_varlen(
+        *tensors, cu.to(device), cu.to(device), length, length
+    )
     grads = torch.autograd.grad(out.sum(), tensors)
     twins = [
         tensor.view(count, 1, length, 8).double().requires_grad_() for tensor in (query, key, value)

@@ -1,8 +1,7 @@
-"""Gradients: all of them, only those asked for, through lse, reduced over whatever was broadcast."""
+"""Gradients: all, only those asked for, through lse, reduced over whatever was broadcast."""
 
 from __future__ import annotations
 
-import flashattn_ext
 import pytest
 import torch
 from checks import (
@@ -16,6 +15,8 @@ from checks import (
 )
 from problems import DTYPES, MASK_SHAPES, Problem, build, mask_sizes
 from tolerances import assert_close
+
+import flashattn_ext
 
 OPS = ("flash_attention_forward", "flash_attention_backward")
 NAMES = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
@@ -72,7 +73,10 @@ def test_through_one_result_alone(dtype, part, op, device):
         tensors, options = build(everything(dtype=dtype, sinks=sinks), device)
         upstream = random_upstream(tensors, packed=False)
         alone = [upstream[0], None] if part == "out" else [None, upstream[1]]
-        both = [g if g is not None else torch.zeros_like(u) for g, u in zip(alone, upstream, strict=True)]
+        both = [
+            g if g is not None else torch.zeros_like(u)
+            for g, u in zip(alone, upstream, strict=True)
+        ]
         results, gradients = run(op, tensors, options, alone)
         _, expected = run(op, tensors, options, both)
         for name, gradient in gradients.items():
@@ -192,7 +196,9 @@ def test_extreme_sinks(size, op, device):
 @pytest.mark.parametrize("mask", ["finfo_min_rows", "float_rows"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_masks(mask, dtype, op, device):  # N4, N1
-    check(op, Problem(dtype=dtype, mask=mask, heads_q=4, alibi="heads", alignment="top_left"), device)
+    check(
+        op, Problem(dtype=dtype, mask=mask, heads_q=4, alibi="heads", alignment="top_left"), device
+    )
 
 
 @pytest.mark.parametrize("bias", [-100.0, -113.0, 120.0])
@@ -238,7 +244,7 @@ def test_accumulating_into_grad(op, device):
 
 
 def test_modified_inputs_are_noticed(device):
-    """Backward needs the inputs as they were: changing one in between is an error, not a wrong answer."""
+    """Backward needs the inputs as they were: changing one in between is an error."""
     tensors, _ = build(Problem(), device)
     leaf = tensors[0].requires_grad_()
     out = flashattn_ext.flash_attention(*tensors)

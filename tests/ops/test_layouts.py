@@ -30,7 +30,9 @@ def same_as_contiguous(op, tensors, options, upstream):
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in options.items()
     }
-    plain = run(op, [t.contiguous() for t in tensors], plain_options, [g.contiguous() for g in upstream])
+    plain = run(
+        op, [t.contiguous() for t in tensors], plain_options, [g.contiguous() for g in upstream]
+    )
     got = run(op, tensors, options, upstream)
     assert torch.equal(got[0].out, plain[0].out) and torch.equal(got[0].lse, plain[0].lse)
     for name, gradient in got[1].items():
@@ -56,7 +58,9 @@ def test_one_argument_at_a_time(dtype, place, layout, op, device):  # L1, L2, L5
 @pytest.mark.parametrize("layout", LAYOUTS + EXPANSIONS)
 @pytest.mark.parametrize("dtype", ["fp16", "fp64"])
 def test_all_arguments_alike(dtype, layout, op, device):  # L2, L11, L13
-    tensors, options = build(problem_of(dtype, batch=1 if layout == "odd_singletons" else 2), device)
+    tensors, options = build(
+        problem_of(dtype, batch=1 if layout == "odd_singletons" else 2), device
+    )
     tensors = [lay_out(tensor, layout) for tensor in tensors]
     options["attn_mask"] = lay_out(options["attn_mask"], layout)
     check_call(op, tensors, options, layout="contiguous" if layout in EXPANSIONS else layout)
@@ -66,7 +70,10 @@ def test_all_arguments_alike(dtype, layout, op, device):  # L2, L11, L13
 def test_upstream_gradients_of_any_layout(layout, op, device):  # L3, L4, X3
     tensors, options = build(problem_of(), device)
     upstream = random_upstream(tensors, packed=False)
-    upstream = [lay_out(upstream[0], layout), lay_out(upstream[1], layout if layout != "expanded_3" else "blhd")]
+    upstream = [
+        lay_out(upstream[0], layout),
+        lay_out(upstream[1], layout if layout != "expanded_3" else "blhd"),
+    ]
     same_as_contiguous(op, tensors, options, upstream)
 
 
@@ -105,7 +112,9 @@ def test_heads_folded_into_the_last_dimension(op, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("sizes", [(2, 4, 17, 16), (1, 4, 17, 16), (2, 1, 17, 16), (2, 4, 1, 16)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 4, 17, 16), (1, 4, 17, 16), (2, 1, 17, 16), (2, 4, 1, 16)], ids=str
+)
 def test_out_has_the_order_of_query(sizes, layout, op, device):  # L11, S6
     query = lay_out(torch.randn(sizes, device=device), layout)
     key = lay_out(torch.randn(sizes[0], sizes[1], 9, 16, device=device), "blhd")
@@ -146,12 +155,16 @@ def test_one_tensor_for_all_three(op, device):
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_lists_and_slopes_with_strides(heads, op, device):
-    problem = problem_of(heads_q=heads, heads_kv=1, alibi="batch", sinks="fp32", key_lengths=(60, 100))
+    problem = problem_of(
+        heads_q=heads, heads_kv=1, alibi="batch", sinks="fp32", key_lengths=(60, 100)
+    )
     tensors, options = build(problem, device)
     wide = {
         "alibi_slopes": torch.zeros(heads, 2, device=device).T.copy_(options["alibi_slopes"]),
         "sinks": torch.zeros(2 * heads, device=device)[::2].copy_(options["sinks"]),
-        "key_lengths": torch.zeros(4, dtype=torch.int64, device=device)[::2].copy_(options["key_lengths"]),
+        "key_lengths": torch.zeros(4, dtype=torch.int64, device=device)[::2].copy_(
+            options["key_lengths"]
+        ),
     }
     upstream = random_upstream(tensors, packed=False)
     same_as_contiguous(op, tensors, options | wide, upstream)

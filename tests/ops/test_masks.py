@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import flashattn_ext
 import formula
 import pytest
 import torch
 from checks import DENSE_OPS, check, check_call, flash_attention, run
 from problems import MASK_SHAPES, Problem, build
 from tolerances import assert_close
+
+import flashattn_ext
 
 OPS = ("flash_attention_forward", "flash_attention_backward")
 INFINITY = float("inf")
@@ -54,7 +55,7 @@ def test_mask_and_flags_intersect(flags, kind, op, device):  # M6, N7
 
 def test_a_mask_is_never_ignored(op, device):  # M1, M5
     problem = small(mask="bool", len_q=20, len_k=20)
-    tensors, options = build(problem, device)
+    tensors, _options = build(problem, device)
     lower = torch.ones(20, 20, dtype=torch.bool, device=device).tril()
     runs = [
         run(op, tensors, {"attn_mask": mask})[0].out
@@ -82,7 +83,9 @@ def test_alignment_of_the_diagonal(len_q, len_k, op, device):  # S3, S4
 
 
 def test_first_rows_blind_at_bottom_right(device):  # S4: the first 193 rows are exactly 0
-    check(flash_attention, small(len_q=258, len_k=65, causal=True, alignment="bottom_right"), device)
+    check(
+        flash_attention, small(len_q=258, len_k=65, causal=True, alignment="bottom_right"), device
+    )
     tensors, _ = build(small(len_q=258, len_k=65, dtype="bf16"), device)
     out = flashattn_ext.flash_attention(*tensors, causal=True, alignment="bottom_right")
     assert not out[:, :, :193].count_nonzero() and out[:, :, 193:].count_nonzero()
@@ -105,7 +108,9 @@ def test_windows_are_inclusive(window, alignment, device):  # W3, W4, W5, W6
 
 def test_the_diagonal_alone_gives_value(device):  # W5
     tensors, _ = build(small(len_q=70, len_k=70), device)
-    out = flashattn_ext.flash_attention(*tensors[:2], tensors[2][:, :1].expand(2, 2, 70, 8), window=(0, 0))
+    out = flashattn_ext.flash_attention(
+        *tensors[:2], tensors[2][:, :1].expand(2, 2, 70, 8), window=(0, 0)
+    )
     assert torch.equal(out, tensors[2][:, :1].expand(2, 4, 70, 8))
 
 

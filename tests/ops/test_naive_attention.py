@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import flashattn_ext
 import pytest
 import torch
 from checks import check, flash_attention, naive_attention, run
 from problems import DENSE_FACTORS, DTYPES, VISIBLE, Problem, build, selection
 from tolerances import assert_close
+
+import flashattn_ext
 
 OPS = ("naive_attention_forward", "naive_attention_backward")
 
@@ -48,7 +49,9 @@ def test_weights_are_probabilities(dtype, device):
     out, weights = flashattn_ext.naive_attention(*tensors, return_weights=True, **options)
     assert weights.dtype == tensors[0].dtype and weights.is_contiguous()
     assert weights.shape == (2, 2, 17, 33)
-    seen = options["attn_mask"] & (torch.arange(33, device=device) < options["key_lengths"].view(2, 1, 1, 1))
+    seen = options["attn_mask"] & (
+        torch.arange(33, device=device) < options["key_lengths"].view(2, 1, 1, 1)
+    )
     assert not weights[~seen.expand_as(weights)].count_nonzero()
     sums = weights.double().sum(-1)
     rows = seen.expand_as(weights).any(-1)
