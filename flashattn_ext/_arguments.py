@@ -41,8 +41,16 @@ def window_sides(window) -> tuple[int | None, int | None]:
     return left, right
 
 
+def check_flag(name: str, value) -> None:
+    """The dispatcher would take any object for its truth."""
+    if value is not True and value is not False:
+        raise error(name, "a bool", repr(value), TypeError)
+
+
 def state_for_dropout(dropout_p: float, rng_state: Tensor | None, query: Tensor) -> Tensor | None:
     """The caller's rng_state, or one drawn for this call. Nothing is drawn for an invalid rate."""
+    if not isinstance(dropout_p, (int, float, torch.SymFloat)):
+        raise error("dropout_p", "a number", repr(dropout_p), TypeError)
     if not 0 <= dropout_p <= 1:
         raise error("dropout_p", "a probability from 0 to 1", dropout_p)
     if rng_state is None:
@@ -80,12 +88,14 @@ def cast_inputs(names: tuple[str, ...]):
     return cast
 
 
-def check_dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
+def check_dense(query: Tensor, key: Tensor, value: Tensor, options: dict) -> None:
+    attn_mask = options.get("attn_mask")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _require(tensor.dim() == 4, name, "4 dimensions (batch, heads, length, head_dim)", tensor)
     for name, tensor in (("key", key), ("value", value)):
         _require(tensor.size(0) == query.size(0), name, "the batch of query", tensor)
     _check_inputs(query, key, value, length_dimension=2)
+    _check_devices(query, options)
     if attn_mask is None:
         return
     if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
@@ -99,11 +109,15 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | N
         _require(own == 1 or own == size, "attn_mask", expected, attn_mask)
 
 
-def check_packed(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor) -> None:
+def check_packed(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, options
+) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _require(tensor.dim() == 3, name, "3 dimensions (total, heads, head_dim)", tensor)
     _require(cu_seqlens_q.dim() == 1, "cu_seqlens_q", "shape (sequences + 1,)", cu_seqlens_q)
     _check_inputs(query, key, value, length_dimension=0)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    _check_devices(query, {**offsets, **options})
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor, length_dimension: int) -> None:
@@ -114,8 +128,7 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor, length_dimension: i
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise error(name, f"dtype {query.dtype}", tensor.dtype, RuntimeError)
-        if tensor.device != query.device:
-            raise error(name, f"the device of query, {query.device}", tensor.device, RuntimeError)
+    _check_devices(query, {"key": key, "value": value})
     heads_q, heads_kv = query.size(1), key.size(1)
     _require(key.size(-1) == query.size(-1), "key", "head_dim as in query", key)
     _require(value.size(1) == heads_kv, "value", "heads as in key", value)
@@ -125,6 +138,12 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor, length_dimension: i
     _require(groups, "query", "heads_q to be a multiple of heads_kv", query)
     for name, tensor in (("query", query), ("value", value)):
         _require(tensor.size(-1) <= MAX_HEAD_DIM, name, f"head_dim up to {MAX_HEAD_DIM}", tensor)
+
+
+def _check_devices(query: Tensor, named: dict) -> None:
+    for name, value in named.items():
+        if isinstance(value, Tensor) and value.device != query.device:
+            raise error(name, f"the device of query, {query.device}", value.device, RuntimeError)
 
 
 def _require(condition, argument: str, expected: str, tensor: Tensor) -> None:

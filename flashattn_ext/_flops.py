@@ -37,8 +37,8 @@ def _dense_forward(query, key, value, *args, out_shape=None, **kwargs) -> int:
 
 @register_flop_formula(ops.flash_attention_backward)
 def _flash_backward(
-    grad_out, grad_lse, query, key, value, out, lse, out_low, lse_low, wanted, *args, out_shape=None,
-    **kwargs,
+    grad_out, grad_lse, query, key, value, out, lse, out_low, lse_low, wanted, *args,
+    out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
     pairs = _dense_pairs(query, key)
     return attention_backward_flops(pairs, query[-1], value[-1], wanted, scores_kept=False)

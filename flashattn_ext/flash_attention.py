@@ -13,6 +13,7 @@ from flashattn_ext._arguments import (
     PACKED_OPTIONS,
     cast_inputs,
     check_dense,
+    check_flag,
     check_packed,
     options_of,
     state_for_dropout,
@@ -104,6 +105,7 @@ def flash_attention(
     Method: Dao et al., arXiv:2205.14135 and arXiv:2307.08691.
     """
     window_left, window_right = window_sides(window)
+    check_flag("causal", causal)
     if dropout_p != 0:
         rng_state = state_for_dropout(dropout_p, rng_state, query)
     out, lse, max_logits, *_ = _dense(
@@ -160,6 +162,7 @@ def flash_attention_varlen(
     call drops.
     """
     window_left, window_right = window_sides(window)
+    check_flag("causal", causal)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(longest, Tensor):
             raise error(name, "an int (use .item())", "a Tensor", TypeError)
@@ -288,7 +291,7 @@ def _fake_results(query, value, lse_shape, max_logits_shape, return_max_logits, 
 
 def _fake_dense(query, key, value, *rest):
     rest = (*rest, *_dense.defaults[3 + len(rest) :])
-    check_dense(query, key, value, rest[0])
+    check_dense(query, key, value, dict(zip(DENSE_OPTIONS, rest, strict=False)))
     return _fake_results(query, value, query.shape[:3], query.shape[:2], *rest[-2:])
 
 
@@ -300,9 +303,10 @@ def _fake_dense_backward(
     return fake_gradients((query, key, value, *options), wanted)
 
 
-def _fake_packed(query, key, value, cu_seqlens_q, *rest):
-    check_packed(query, key, value, cu_seqlens_q)
-    rest = (*rest, *_packed.defaults[4 + len(rest) :])
+def _fake_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, *rest):
+    options = dict(zip(PACKED_OPTIONS, rest[2:], strict=False))
+    check_packed(query, key, value, cu_seqlens_q, cu_seqlens_k, options)
+    rest = (*rest, *_packed.defaults[5 + len(rest) :])
     lse_shape = (query.size(1), query.size(0))
     max_logits_shape = (cu_seqlens_q.size(0) - 1, query.size(1))
     return _fake_results(query, value, lse_shape, max_logits_shape, *rest[-2:])

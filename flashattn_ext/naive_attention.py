@@ -10,6 +10,7 @@ from flashattn_ext._arguments import (
     DENSE_OPTIONS,
     cast_inputs,
     check_dense,
+    check_flag,
     options_of,
     state_for_dropout,
     window_sides,
@@ -69,6 +70,7 @@ def naive_attention(
     Gradients: through out, lse and weights.
     """
     window_left, window_right = window_sides(window)
+    check_flag("causal", causal)
     if dropout_p != 0:
         rng_state = state_for_dropout(dropout_p, rng_state, query)
     out, lse, max_logits, weights, _ = _naive(
@@ -144,7 +146,7 @@ def _backward_formula(
 
 def _fake_forward(query, key, value, *rest):
     return_max_logits, return_weights = (*rest, *_naive.defaults[3 + len(rest) :])[-2:]
-    check_dense(query, key, value, rest[0] if rest else None)
+    check_dense(query, key, value, dict(zip(DENSE_OPTIONS, rest, strict=False)))
     pairs = (*query.shape[:3], key.size(2))
     real = reference.accumulation_dtype(query.dtype)
     max_logits_shape = query.shape[:2] if return_max_logits else (0,)
