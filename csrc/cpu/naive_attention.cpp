@@ -22,10 +22,10 @@ StridedMatrix<const Element> matrix_of(const UntypedView4& view, int64_t batch, 
 }
 
 template <class Real, class Element>
-void store_matrix(const Buffer<Real>& packed, const UntypedView4& view, int64_t batch,
+void store_matrix(const Buffer<Real>& packed, int64_t rows, const UntypedView4& view, int64_t batch,
                   int64_t head) {
   const auto to = view.as<Element>();
-  for (int64_t r = 0; r < view.size[2]; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     store_row(packed.data() + r * padded_columns(view.size[3]), view.size[3], Real(1),
               to.at(batch, head, r), to.stride[3]);
   }
@@ -51,8 +51,8 @@ class NaiveKernel {
     });
   }
 
-  // grad_mask, grad_alibi and grad_sinks are sums over heads and batches: they, and the gradients of
-  // a kv head, are added in order by one task each kv head and then over the batch.
+  // grad_mask, grad_alibi and grad_sinks are sums over heads and batches: they, and the gradients
+  // of a kv head, are added in order by one task each kv head and then over the batch.
   void backward(const NaiveBackwardInputs& inputs, const BackwardOutputs& outputs) const {
     const bool shared = outputs.grad_mask || outputs.grad_alibi || outputs.grad_sinks;
     const TaskGrid grid{p_.sequences.count, p_.heads_kv, 1};
@@ -89,8 +89,8 @@ class NaiveKernel {
       std::copy_n(&dots[i * stride], mask.len_k, &scores[i * stride_]);
       std::fill_n(&scores[i * stride_ + mask.len_k], stride_ - mask.len_k, Real(0));
     }
-    ScoreTerms<Real>(p_, batch, head, mask).apply({0, len_q_}, {0, len_k_}, scores.data(), stride_,
-                                                  slopes);
+    ScoreTerms<Real>(p_, batch, head, mask)
+        .apply({0, len_q_}, {0, len_k_}, scores.data(), stride_, slopes);
     return scores;
   }
 
@@ -137,7 +137,7 @@ class NaiveKernel {
     pack(values, value.data());
     kernels_.multiply({len_q_, value_stride, mask.len_k, scores.data(), stride_, 1, value.data(),
                        value_stride, out.data(), value_stride, Store::overwrite});
-    store_matrix<Real, Element>(out, outputs.out, batch, head);
+    store_matrix<Real, Element>(out, len_q_, outputs.out, batch, head);
   }
 
   void backward_group(int64_t batch, int64_t kv_head, const NaiveBackwardInputs& inputs,
@@ -180,11 +180,13 @@ class NaiveKernel {
                          grad_key.data(), depth, Store::accumulate});
       kernels_.multiply({len_q_, depth, len_k_, grads.data(), stride_, 1, key.data(), depth,
                          grad_query.data(), depth, Store::overwrite});
-      if (outputs.grad_query) store_matrix<Real, Element>(grad_query, outputs.grad_query, batch, head);
+      if (outputs.grad_query)
+        store_matrix<Real, Element>(grad_query, len_q_, outputs.grad_query, batch, head);
     }
-    if (outputs.grad_key) store_matrix<Real, Element>(grad_key, outputs.grad_key, batch, kv_head);
+    if (outputs.grad_key)
+      store_matrix<Real, Element>(grad_key, len_k_, outputs.grad_key, batch, kv_head);
     if (outputs.grad_value) {
-      store_matrix<Real, Element>(grad_value, outputs.grad_value, batch, kv_head);
+      store_matrix<Real, Element>(grad_value, len_k_, outputs.grad_value, batch, kv_head);
     }
   }
 
