@@ -250,7 +250,7 @@ NONSENSE = {
     "alibi_slopes": [0.5, [0.1, 0.2, 0.3, 0.4]],
     "sinks": [0.5],
     "rng_state": [17, (1, 2)],
-    "causal": ["yes", None],
+    "causal": ["yes", []],
 }
 
 
