@@ -106,7 +106,7 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor, options: dict) -> Non
     expected = f"a shape that broadcasts to (batch, heads_q, len_q, len_k) = {tuple(full)}"
     _require(attn_mask.dim() <= 4, "attn_mask", expected, attn_mask)
     for own, size in zip(reversed(attn_mask.shape), reversed(full), strict=False):
-        _require(own == 1 or own == size, "attn_mask", expected, attn_mask)
+        _require(_either(own == 1, own == size), "attn_mask", expected, attn_mask)
 
 
 def check_packed(
@@ -144,6 +144,15 @@ def _check_devices(query: Tensor, named: dict) -> None:
     for name, value in named.items():
         if isinstance(value, Tensor) and value.device != query.device:
             raise error(name, f"the device of query, {query.device}", value.device, RuntimeError)
+
+
+def _either(a, b):
+    """`a or b`, without asking a size that is known at run time only."""
+    if isinstance(a, bool):
+        return a or b
+    from torch.fx.experimental.symbolic_shapes import sym_or
+
+    return sym_or(a, b)
 
 
 def _require(condition, argument: str, expected: str, tensor: Tensor) -> None:

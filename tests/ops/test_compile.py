@@ -240,13 +240,37 @@ def test_export(strict):  # O5
         torch.testing.assert_close(a, b)
 
 
-def test_export_of_a_size_that_comes_from_data():  # O5
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_length_that_comes_from_data(strict):  # O5
     class Selects(torch.nn.Module):
-        def forward(self, tensor, keep):
-            chosen = tensor[keep.nonzero().squeeze(1)]  # (?, heads, length, head_dim)
-            return flashattn_ext.flash_attention(chosen, chosen, chosen)
+        def forward(self, query, tensor, mask, keep):
+            index = keep.nonzero().squeeze(1)
+            key, mask = tensor[:, :, index], mask[:, index]  # (2, 4, ?, 8), (5, ?)
+            return (
+                flashattn_ext.flash_attention(query, key, key, attn_mask=mask),
+                flashattn_ext.naive_attention(query, key, key, attn_mask=mask),
+                flashattn_ext.scaled_dot_product_attention(query, key, key, mask),
+                flashattn_ext.flash_attention(
+                    query, key, key, causal=True, alignment="bottom_right"
+                ),
+                flashattn_ext.softmax(key, 2),
+            )
 
-    tensor = torch.randn(6, 2, 4, 8)
-    keep = torch.tensor([True, False, True, True, False, True])
-    program = torch.export.export(Selects(), (tensor, keep))
-    torch.testing.assert_close(program.module()(tensor, ~keep), Selects()(tensor, ~keep))
+    tensors = (torch.randn(2, 4, 5, 8), torch.randn(2, 4, 9, 8), torch.randn(5, 9))
+    keep = torch.arange(9) % 3 > 0
+    program = torch.export.export(Selects(), (*tensors, keep), strict=strict)
+    torch.testing.assert_close(program.module()(*tensors, ~keep), Selects()(*tensors, ~keep))
+
+
+def test_export_of_a_packed_length_that_comes_from_data():  # O5
+    class Selects(torch.nn.Module):
+        def forward(self, tensor, keep, offsets):
+            rows = tensor[keep.nonzero().squeeze(1)]  # (?, heads, head_dim)
+            return flashattn_ext.flash_attention_varlen(rows, rows, rows, offsets, offsets, 3, 3)
+
+    tensor, keep = torch.randn(9, 2, 8), torch.arange(9) % 3 > 0
+    offsets = torch.tensor([0, 1, 3])
+    program = torch.export.export(Selects(), (tensor, keep, offsets))
+    torch.testing.assert_close(
+        program.module()(tensor, ~keep, offsets), Selects()(tensor, ~keep, offsets)
+    )
