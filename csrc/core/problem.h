@@ -35,8 +35,9 @@ struct AttentionProblem {
   UntypedView4 key;    // (batch, heads_kv, len_k, head_dim), dtype
   UntypedView4 value;  // (batch, heads_kv, len_k, head_dim_v), dtype
   MaskTensor attn_mask;
-  UntypedView4 alibi_slopes;  // (batch, heads_q, 1, 1), accumulator type; stride 0 over batch if shared
-  UntypedView4 sinks;         // (1, heads_q, 1, 1), accumulator type
+  UntypedView4
+      alibi_slopes;    // (batch, heads_q, 1, 1), accumulator type; stride 0 over batch if shared
+  UntypedView4 sinks;  // (1, heads_q, 1, 1), accumulator type
 
   FLASHATTN_HD int64_t group_size() const { return heads_kv ? heads_q / heads_kv : 1; }
   FLASHATTN_HD int64_t kv_head(int64_t head) const { return head / group_size(); }

@@ -2,10 +2,12 @@
 //
 // Four passes, each with a fixed order of additions, so that gradients are bitwise reproducible:
 //   1. row terms    delta = sum(grad_out * out) - grad_lse, and the sinks' gradient
-//   2. key tiles    grad_key and grad_value are owned by a task; grad_query is added into one partial
+//   2. key tiles    grad_key and grad_value are owned by a task; grad_query is added into one
+//   partial
 //                   sum per split of the keys
 //   3. grad_query   the partial sums, in order
-//   4. grad_mask    only if asked for: each task owns a tile of the mask's own shape and visits every
+//   4. grad_mask    only if asked for: each task owns a tile of the mask's own shape and visits
+//   every
 //                   pair that was broadcast from it
 #include <algorithm>
 #include <cmath>
@@ -89,8 +91,8 @@ class BackwardKernel {
         if (out_low) {
           const Element* low = out_low.at(task.batch, task.head, row);
           for (int64_t c = 0; c < p_.head_dim_v; ++c) {
-            delta +=
-                convert<Real>(a[c * grad_out.stride[3]]) * convert<Real>(low[c * out_low.stride[3]]);
+            delta += convert<Real>(a[c * grad_out.stride[3]]) *
+                     convert<Real>(low[c * out_low.stride[3]]);
           }
         }
         if (grad_lse) delta -= *grad_lse.at(task.batch, task.head, row);
@@ -127,8 +129,8 @@ class BackwardKernel {
       grad_query_ = Buffer<Real>(splits_ * split_size_, Buffer<Real>::Fill::zero);
     }
     if (outputs_.grad_alibi) {
-      grad_alibi_ = Buffer<Real>(splits_ * p_.sequences.count * p_.heads_q,
-                                 Buffer<Real>::Fill::zero);
+      grad_alibi_ =
+          Buffer<Real>(splits_ * p_.sequences.count * p_.heads_q, Buffer<Real>::Fill::zero);
     }
     const TaskGrid grid{p_.sequences.count, p_.heads_kv, splits_};
     parallel_for_each(
@@ -179,8 +181,9 @@ class BackwardKernel {
     }
     if (outputs_.grad_query) {
       kernels_.multiply({rows.size(), query_stride_, keys.size(), tile.grad_dots(), stride, 1,
-                         tile.keys(), query_stride_, grad_query_of(task.part, task.batch, head, row),
-                         query_stride_, Store::accumulate});
+                         tile.keys(), query_stride_,
+                         grad_query_of(task.part, task.batch, head, row), query_stride_,
+                         Store::accumulate});
     }
     if (outputs_.grad_alibi) {
       Real sum = 0;
@@ -274,10 +277,10 @@ class BackwardKernel {
         grid.count(), [&] { return MaskScratch(*this); },
         [&](int64_t index, MaskScratch& s) {
           const Task task = grid[index];
-          const Range rows = covered(2, task.part / key_tiles, p_.sequences.storage_q,
-                                     GradientTileSize::kQueries);
-          const Range keys = covered(3, task.part % key_tiles, p_.sequences.storage_k,
-                                     GradientTileSize::kKeys);
+          const Range rows =
+              covered(2, task.part / key_tiles, p_.sequences.storage_q, GradientTileSize::kQueries);
+          const Range keys =
+              covered(3, task.part % key_tiles, p_.sequences.storage_k, GradientTileSize::kKeys);
           run_mask_tile(task, rows, keys, s);
         });
   }
@@ -321,7 +324,8 @@ class BackwardKernel {
         s.tile.compute(batch, head, sequence, mask, delta_of(batch, head, row_tile.begin));
         for (int64_t r = 0; r < row_tile.size(); ++r) {
           const Real* grads = s.tile.grad_scores() + r * s.tile.stride();
-          Real* sum = s.sum.data() + (sum_rows == 1 ? 0 : row_tile.begin - rows.begin + r) * sum_keys;
+          Real* sum =
+              s.sum.data() + (sum_rows == 1 ? 0 : row_tile.begin - rows.begin + r) * sum_keys;
           for (int64_t c = 0; c < key_tile.size(); ++c) {
             sum[sum_keys == 1 ? 0 : key_tile.begin - keys.begin + c] += grads[c];
           }

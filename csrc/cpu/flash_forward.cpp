@@ -1,6 +1,6 @@
 // Flash attention forward on the CPU (Dao et al., arXiv:2205.14135; Rabe and Staats,
-// arXiv:2112.05682): keys and values stream by in tiles, each row keeps a running maximum, a running
-// sum and an unnormalised output.
+// arXiv:2112.05682): keys and values stream by in tiles, each row keeps a running maximum, a
+// running sum and an unnormalised output.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -23,7 +23,7 @@ struct ForwardPlan {
   int64_t query_tile;      // rows of each head
   TaskGrid grid;           // head = kv_head * blocks of the group; part = query tile
 
-  static constexpr int64_t kKeyTile = 128;   // scores of one head's tile stay in the L2 cache
+  static constexpr int64_t kKeyTile = 128;      // scores of one head's tile stay in the L2 cache
   static constexpr int64_t kRowsPerTask = 256;  // enough to pay for packing a key tile
   static constexpr int64_t kWantedTasks = 32;
 
@@ -43,12 +43,12 @@ struct ForwardPlan {
 
 template <class Real>
 struct ForwardScratch {
-  Buffer<Real> query;    // (heads, query_tile, padded head_dim)
-  Buffer<Real> keys_t;   // (head_dim, kKeyTile)
-  Buffer<Real> values;   // (kKeyTile, padded head_dim_v)
-  Buffer<Real> scores;   // (query_tile, kKeyTile)
-  Buffer<Real> factors;  // (kKeyTile)
-  Buffer<Real> out;      // (heads, query_tile, padded head_dim_v), unnormalised
+  Buffer<Real> query;                  // (heads, query_tile, padded head_dim)
+  Buffer<Real> keys_t;                 // (head_dim, kKeyTile)
+  Buffer<Real> values;                 // (kKeyTile, padded head_dim_v)
+  Buffer<Real> scores;                 // (query_tile, kKeyTile)
+  Buffer<Real> factors;                // (kKeyTile)
+  Buffer<Real> out;                    // (heads, query_tile, padded head_dim_v), unnormalised
   Buffer<OnlineSoftmax<Real>> states;  // (heads, query_tile)
   Buffer<Real> max_logits;             // (heads)
 
@@ -100,7 +100,8 @@ class ForwardKernel {
     const int64_t first = kv_head * p_.group_size() + task.head % blocks * plan_.heads_per_task;
     const int64_t last = std::min(first + plan_.heads_per_task, (kv_head + 1) * p_.group_size());
 
-    for (int64_t head = first; head < last; ++head) begin_head(task, sequence, rows, head, first, s);
+    for (int64_t head = first; head < last; ++head)
+      begin_head(task, sequence, rows, head, first, s);
     const Tiles tiles = aligned_tiles(mask.keys_for(rows), ForwardPlan::kKeyTile);
     for (int64_t t = 0; t < tiles.count(); ++t) {
       load_keys(task, sequence, kv_head, tiles[t], s);
@@ -118,8 +119,8 @@ class ForwardKernel {
                   Scratch& s) const {
     const auto query = p_.query.as<const Element>();
     const StridedMatrix<const Element> from{
-        query.at(task.batch, head, sequence.q_begin + rows.begin), query.stride[2],
-        query.stride[3], rows.size(), p_.head_dim};
+        query.at(task.batch, head, sequence.q_begin + rows.begin), query.stride[2], query.stride[3],
+        rows.size(), p_.head_dim};
     pack(from, query_of(s, head - first));
 
     // A sink is one more term of the sum, without a value.
@@ -136,9 +137,9 @@ class ForwardKernel {
     const auto key = p_.key.as<const Element>();
     const auto value = p_.value.as<const Element>();
     const int64_t row = sequence.k_begin + keys.begin;
-    pack_transposed<Real, Element>({key.at(task.batch, kv_head, row), key.stride[2], key.stride[3],
-                                    keys.size(), p_.head_dim},
-                                   s.keys_t.data());
+    pack_transposed<Real, Element>(
+        {key.at(task.batch, kv_head, row), key.stride[2], key.stride[3], keys.size(), p_.head_dim},
+        s.keys_t.data());
     pack<Real, Element>({value.at(task.batch, kv_head, row), value.stride[2], value.stride[3],
                          keys.size(), p_.head_dim_v},
                         s.values.data());

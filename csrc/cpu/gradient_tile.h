@@ -1,5 +1,5 @@
-// The recomputed probabilities of one tile and the gradient of its scores: what backward does before
-// it multiplies with query, key or grad_out. Shared by the passes of backward.
+// The recomputed probabilities of one tile and the gradient of its scores: what backward does
+// before it multiplies with query, key or grad_out. Shared by the passes of backward.
 #pragma once
 
 #include <algorithm>
@@ -57,16 +57,15 @@ class GradientTile {
          grad_out_.data());
   }
 
-  // Fills weights, grad_scores and grad_dots for the loaded keys and queries. `deltas` holds the row
-  // terms of the loaded rows.
+  // Fills weights, grad_scores and grad_dots for the loaded keys and queries. `deltas` holds the
+  // row terms of the loaded rows.
   void compute(int64_t batch, int64_t head, const Sequence& sequence, const SequenceMask& mask,
                const Real* deltas) {
     const int64_t rows = rows_range_.size(), count = keys_range_.size(), stride = this->stride();
     kernels_.multiply({rows, stride, p_.head_dim, queries_.data(), padded_columns(p_.head_dim), 1,
                        keys_t_.data(), stride, weights_.data(), stride, Store::overwrite});
-    kernels_.multiply({rows, stride, p_.head_dim_v, grad_out_.data(),
-                       padded_columns(p_.head_dim_v), 1, values_t_.data(), stride,
-                       grad_scores_.data(), stride, Store::overwrite});
+    kernels_.multiply({rows, stride, p_.head_dim_v, grad_out_.data(), padded_columns(p_.head_dim_v),
+                       1, values_t_.data(), stride, grad_scores_.data(), stride, Store::overwrite});
     // Until it is multiplied by the score's gradient, grad_dots holds the slope of the score.
     ScoreTerms<Real>(p_, batch, head, mask)
         .apply(rows_range_, keys_range_, weights_.data(), stride, grad_dots_.data());

@@ -1,5 +1,6 @@
 // The seam between attention and the instruction set: a handful of functions over small, packed,
-// row-major matrices. One table per instruction set; the best that the processor has is chosen once.
+// row-major matrices. One table per instruction set; the best that the processor has is chosen
+// once.
 #pragma once
 
 #include <cstdint>

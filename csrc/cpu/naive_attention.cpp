@@ -86,8 +86,8 @@ class NaiveKernel {
     kernels_.multiply({len_q_, stride, p_.head_dim, query.data(), depth, 1, keys_t.data(), stride,
                        dots.data(), stride, Store::overwrite});
     for (int64_t i = 0; i < len_q_; ++i) {
-      std::copy_n(&dots[i * stride], mask.len_k, &scores[i * stride_]);
-      std::fill_n(&scores[i * stride_ + mask.len_k], stride_ - mask.len_k, Real(0));
+      std::copy_n(dots.data() + i * stride, mask.len_k, scores.data() + i * stride_);
+      std::fill_n(scores.data() + i * stride_ + mask.len_k, stride_ - mask.len_k, Real(0));
     }
     ScoreTerms<Real>(p_, batch, head, mask)
         .apply({0, len_q_}, {0, len_k_}, scores.data(), stride_, slopes);
@@ -106,7 +106,7 @@ class NaiveKernel {
 
     // Step 2: softmax of each row, then dropout.
     for (int64_t i = 0; i < len_q_; ++i) {
-      Real* row = &scores[i * stride_];
+      Real* row = scores.data() + i * stride_;
       OnlineSoftmax<Real> state;
       state.max = kernels_.row_max(row, len_k_);
       max_logit = std::max(max_logit, state.max);
@@ -168,8 +168,8 @@ class NaiveKernel {
       kernels_.multiply({len_q_, stride_, p_.head_dim_v, grad_out.data(), value_depth, 1,
                          values_t.data(), stride_, grads.data(), stride_, Store::overwrite});
       for (int64_t i = 0; i < len_q_; ++i) {
-        gradient_row(batch, head, i, inputs, outputs, factors.data(), &weights[i * stride_],
-                     &grads[i * stride_]);
+        gradient_row(batch, head, i, inputs, outputs, factors.data(), weights.data() + i * stride_,
+                     grads.data() + i * stride_);
       }
       add_shared_gradients(batch, head, mask, grads.data(), outputs);
       for (int64_t i = 0; i < len_q_ * stride_; ++i) grads[i] *= slopes[i];

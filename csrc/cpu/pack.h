@@ -1,4 +1,5 @@
-// Between strided tensors of any element type and the packed row-major matrices of the microkernels.
+// Between strided tensors of any element type and the packed row-major matrices of the
+// microkernels.
 #pragma once
 
 #include <algorithm>

@@ -19,7 +19,8 @@ class Buffer {
     if (count <= 0) return;
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) & -kAlignment;
     // calloc's pages are zero without being touched; only what a kernel writes costs memory.
-    memory_.reset(fill == Fill::zero ? std::calloc(1, bytes) : std::aligned_alloc(kAlignment, bytes));
+    memory_.reset(fill == Fill::zero ? std::calloc(1, bytes)
+                                     : std::aligned_alloc(kAlignment, bytes));
     if (!memory_) throw std::bad_alloc();
   }
 

@@ -136,8 +136,8 @@ struct VectorMicrokernels {
       for (int lane = 0; lane < kLanes; ++lane) x[lane] = std::exp(x[lane]);
       return x;
     } else {
-      // exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to an
-      // integer and leaves it in the low mantissa bits. ln 2 is split in two so that r is exact.
+      // exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to
+      // an integer and leaves it in the low mantissa bits. ln 2 is split in two so that r is exact.
       using Bits = typename VectorOf<uint32_t, Isa::kBytes>::type;  // wraps where x is huge
       constexpr float kRound = 0x1.8p23f;
       const Vector shifted = x * 0x1.715476p0f + kRound;

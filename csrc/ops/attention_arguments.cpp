@@ -29,8 +29,8 @@ void check_shape(const char* name, const Tensor& tensor, const std::vector<int64
 }
 
 void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* shape) {
-  FLASHATTN_CHECK(tensor.dim() == rank, name,
-                  std::to_string(rank) + " dimensions " + shape, shape_text(tensor));
+  FLASHATTN_CHECK(tensor.dim() == rank, name, std::to_string(rank) + " dimensions " + shape,
+                  shape_text(tensor));
 }
 
 struct Geometry {
@@ -89,11 +89,10 @@ bool host_readable(const Tensor& tensor) { return tensor.is_cpu(); }
 
 void check_length(const char* name, int64_t index, int64_t value, int64_t low, int64_t high,
                   const char* bound) {
-  FLASHATTN_CHECK(value >= low && value <= high,
-                  std::string(name) + "[" + std::to_string(index) + "]",
-                  "a number from " + std::to_string(low) + " to " + std::to_string(high) + " (" +
-                      bound + ")",
-                  value);
+  FLASHATTN_CHECK(
+      value >= low && value <= high, std::string(name) + "[" + std::to_string(index) + "]",
+      "a number from " + std::to_string(low) + " to " + std::to_string(high) + " (" + bound + ")",
+      value);
 }
 
 MaskTensor check_attn_mask(const Tensor& mask, const Tensor& query, int64_t len_k) {
@@ -140,10 +139,11 @@ MaskRule check_mask_rule(const ScoreOptions& options, bool lengths_differ,
   } else if (must_choose && lengths_differ) {
     const bool diagonal =
         options.causal || options.window_left || options.window_right || options.alibi_slopes;
-    FLASHATTN_CHECK(!diagonal, "alignment",
-                    "\"top_left\" or \"bottom_right\", since causal, window or alibi_slopes is used "
-                    "and len_q may differ from len_k",
-                    "None");
+    FLASHATTN_CHECK(
+        !diagonal, "alignment",
+        "\"top_left\" or \"bottom_right\", since causal, window or alibi_slopes is used "
+        "and len_q may differ from len_k",
+        "None");
   }
   return rule;
 }
@@ -176,8 +176,8 @@ void apply_score_options(const ScoreOptions& options, const Tensor& query,
     const bool shared = slopes.dim() == 1 && slopes.size(0) == p.heads_q;
     const bool own = slopes.dim() == 2 && slopes.size(0) == batch && slopes.size(1) == p.heads_q;
     FLASHATTN_CHECK(shared || own, "alibi_slopes",
-                    "shape (heads_q,) = " + sizes_text({p.heads_q}) + " or (batch, heads_q) = " +
-                        sizes_text({batch, p.heads_q}),
+                    "shape (heads_q,) = " + sizes_text({p.heads_q}) +
+                        " or (batch, heads_q) = " + sizes_text({batch, p.heads_q}),
                     shape_text(slopes));
     p.alibi_slopes = head_view(converted(slopes, real, checked));
   }
@@ -196,7 +196,8 @@ void apply_score_options(const ScoreOptions& options, const Tensor& query,
   }
   if (options.dropout_p > 0) {
     FLASHATTN_CHECK(options.rng_state.has_value(), "rng_state",
-                    "an int64 tensor [seed, offset] (see reserve_rng), since dropout_p > 0", "None");
+                    "an int64 tensor [seed, offset] (see reserve_rng), since dropout_p > 0",
+                    "None");
     const Tensor& state = checked.owned.emplace_back(torch::stable::contiguous(*options.rng_state));
     p.dropout.rng_state = static_cast<const int64_t*>(state.const_data_ptr());
     p.dropout.threshold = Dropout::threshold_for(options.dropout_p);

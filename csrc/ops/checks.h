@@ -9,7 +9,7 @@
 #include <string>
 
 // FLASHATTN_CHECK(condition, "key_lengths", "shape (batch,) = (2,)", "(3,)")
-#define FLASHATTN_CHECK(condition, argument, expected, got)                              \
+#define FLASHATTN_CHECK(condition, argument, expected, got)                            \
   STD_TORCH_CHECK(condition, "flashattn_ext: ", (argument), ": expected ", (expected), \
                   ", but got ", (got))
 
@@ -34,8 +34,8 @@ inline std::string device_text(const Tensor& tensor) {
 }
 
 inline bool is_supported_float(ScalarType dtype) {
-  return dtype == ScalarType::Half || dtype == ScalarType::BFloat16 ||
-         dtype == ScalarType::Float || dtype == ScalarType::Double;
+  return dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float ||
+         dtype == ScalarType::Double;
 }
 
 inline bool same_device(const Tensor& a, const Tensor& b) {

@@ -5,7 +5,9 @@
 #include <tuple>
 
 #include "cpu/attention.h"
+#include "cuda/flash.h"
 #include "ops/attention_arguments.h"
+#include "ops/devices.h"
 #include "ops/gradients.h"
 
 namespace flashattn::ops {
@@ -58,7 +60,12 @@ ForwardResult forward(const CheckedProblem& checked, const Tensor& query, bool r
     max_logits = empty_contiguous({p.sequences.count, p.heads_q}, ScalarType::Float, query);
     outputs.max_logits = head_view(max_logits);
   }
-  cpu::flash_forward(p, outputs);
+  if (!query.is_cuda()) {
+    cpu::flash_forward(p, outputs);
+  } else if constexpr (kWithCudaFlash) {
+    torch::stable::fill_(max_logits, -std::numeric_limits<double>::infinity());
+    cuda::flash_forward(p, outputs, query.get_device_index());
+  }
   return {out, lse, max_logits, out_low, lse_low};
 }
 
@@ -84,7 +91,12 @@ void backward(const CheckedProblem& checked, const Tensor& query, const Tensor& 
     check_tensor("grad_lse", *grad_lse, row_sizes_of(p), real, query);
     inputs.grad_lse = row_view(*grad_lse);
   }
-  cpu::flash_backward(p, inputs, gradients.outputs());
+  if (!query.is_cuda()) {
+    cpu::flash_backward(p, inputs, gradients.outputs());
+  } else if constexpr (kWithCudaFlash) {
+    cuda::flash_backward(p, inputs, gradients.outputs(), query.get_device_index(),
+                         TensorWorkspace(query));
+  }
 }
 
 // --- dense ---
@@ -112,8 +124,7 @@ DenseGradients flash_attention_backward(
     std::optional<double> scale, double softcap, std::optional<bool> /*deterministic*/) {
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
-  const CheckedProblem checked =
-      check_dense(query, key, value, {attn_mask, key_lengths}, options);
+  const CheckedProblem checked = check_dense(query, key, value, {attn_mask, key_lengths}, options);
   const Gradients gradients(query, key, value, attn_mask, options,
                             {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5]});
   backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, gradients);
@@ -162,13 +173,22 @@ PackedGradients flash_attention_varlen_backward(
           gradients.sinks()};
 }
 
-}  // namespace
-}  // namespace flashattn::ops
-
-STABLE_TORCH_LIBRARY_IMPL(flashattn_ext, CPU, library) {
-  using namespace flashattn::ops;
+template <class Library>
+void register_flash_attention(Library& library) {
   library.impl("flash_attention_forward", TORCH_BOX(&flash_attention_forward));
   library.impl("flash_attention_backward", TORCH_BOX(&flash_attention_backward));
   library.impl("flash_attention_varlen_forward", TORCH_BOX(&flash_attention_varlen_forward));
   library.impl("flash_attention_varlen_backward", TORCH_BOX(&flash_attention_varlen_backward));
 }
+
+}  // namespace
+}  // namespace flashattn::ops
+
+STABLE_TORCH_LIBRARY_IMPL(flashattn_ext, CPU, library) {
+  flashattn::ops::register_flash_attention(library);
+}
+#if defined(FLASHATTN_HAS_CUDA_FLASH)
+STABLE_TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, library) {
+  flashattn::ops::register_flash_attention(library);
+}
+#endif

@@ -6,8 +6,7 @@ namespace {
 Tensor zeros_like_layout(const Tensor& input, bool wanted) {
   if (!wanted) return absent_output(input.scalar_type(), input);
   const std::vector<int64_t> sizes = sizes_of(input);
-  Tensor grad =
-      empty_strided(sizes, dense_strides_like(input, sizes), input.scalar_type(), input);
+  Tensor grad = empty_strided(sizes, dense_strides_like(input, sizes), input.scalar_type(), input);
   torch::stable::zero_(grad);
   return grad;
 }

@@ -1,5 +1,5 @@
-// Allocation of attention's gradients: the six (packed: five) results, and the accumulators of those
-// that are summed over broadcast dimensions.
+// Allocation of attention's gradients: the six (packed: five) results, and the accumulators of
+// those that are summed over broadcast dimensions.
 #pragma once
 
 #include <optional>

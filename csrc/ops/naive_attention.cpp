@@ -25,8 +25,7 @@ ForwardResult naive_attention_forward(
     std::optional<double> scale, double softcap, bool return_max_logits, bool return_weights) {
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
-  const CheckedProblem checked =
-      check_dense(query, key, value, {attn_mask, key_lengths}, options);
+  const CheckedProblem checked = check_dense(query, key, value, {attn_mask, key_lengths}, options);
   const AttentionProblem& p = checked.problem;
   const ScalarType dtype = query.scalar_type();
 
@@ -63,8 +62,7 @@ BackwardResult naive_attention_backward(
     std::optional<double> scale, double softcap) {
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
-  const CheckedProblem checked =
-      check_dense(query, key, value, {attn_mask, key_lengths}, options);
+  const CheckedProblem checked = check_dense(query, key, value, {attn_mask, key_lengths}, options);
   const AttentionProblem& p = checked.problem;
   const ScalarType dtype = query.scalar_type(), real = accumulator_dtype(dtype);
   const std::vector<int64_t> row_sizes{query.size(0), query.size(1), query.size(2)};
@@ -74,8 +72,8 @@ BackwardResult naive_attention_backward(
   check_tensor("grad_out", grad_out, out_sizes, dtype, query);
   check_tensor("probs", probs, pair_sizes_of(query, key), dtype, query);
   check_tensor("lse", lse, row_sizes, real, query);
-  cpu::NaiveBackwardInputs inputs{attention_view(grad_out), {}, {}, attention_view(probs),
-                                  row_view(lse)};
+  cpu::NaiveBackwardInputs inputs{
+      attention_view(grad_out), {}, {}, attention_view(probs), row_view(lse)};
   if (grad_lse) {
     check_tensor("grad_lse", *grad_lse, row_sizes, real, query);
     inputs.grad_lse = row_view(*grad_lse);

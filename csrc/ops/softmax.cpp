@@ -93,20 +93,6 @@ SoftmaxResult as_result(const Tensor& tensor) {
   return {tensor.mutable_data_ptr(), to_dtype(tensor.scalar_type())};
 }
 
-// Scratch memory on the tensor's device; it lives as long as this object.
-class TensorWorkspace {
- public:
-  explicit TensorWorkspace(const Tensor& device_of) : device_of_(device_of) {}
-  void* operator()(int64_t bytes) {
-    memory_ = empty_contiguous({bytes}, ScalarType::Byte, device_of_);
-    return memory_->mutable_data_ptr();
-  }
-
- private:
-  const Tensor& device_of_;
-  std::optional<Tensor> memory_;
-};
-
 Tensor forward(const char* op, SoftmaxKind kind, Tensor input, int64_t dim,
                std::optional<ScalarType> dtype) {
   dim = wrapped_dim(input, dim);

@@ -60,8 +60,7 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
                             ScalarType dtype, const Tensor& device_of) {
   int32_t device_type;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(device_of.get(), &device_type));
-  const auto shim_dtype =
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
                                                   shim_dtype, device_type,
@@ -89,5 +88,19 @@ inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) sizes[d] = tensor.size(d);
   return sizes;
 }
+
+// Scratch memory on the tensor's device; it lives as long as this object.
+class TensorWorkspace {
+ public:
+  explicit TensorWorkspace(const Tensor& device_of) : device_of_(device_of) {}
+  void* operator()(int64_t bytes) {
+    memory_ = empty_contiguous({bytes}, ScalarType::Byte, device_of_);
+    return memory_->mutable_data_ptr();
+  }
+
+ private:
+  const Tensor& device_of_;
+  std::optional<Tensor> memory_;
+};
 
 }  // namespace flashattn::ops

@@ -1,0 +1,3 @@
+#include "cuda/flash/portable/backward_launch.cuh"
+
+template void flashattn::cuda::portable::launch_backward<float>(const OpScope&, BackwardArguments);

@@ -1,0 +1,4 @@
+#include "cuda/flash/portable/forward_launch.cuh"
+
+template void flashattn::cuda::portable::launch_forward<flashattn::float16>(const OpScope&,
+                                                                            ForwardArguments);

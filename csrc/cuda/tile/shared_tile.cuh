@@ -1,0 +1,45 @@
+// A matrix tile in shared memory.
+//
+// Rows are cut into 16-byte chunks; a chunk's place is its index exclusive-or a function of the
+// row, chosen so that eight neighbouring rows fall into different banks whatever the row pitch.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/cp_async.cuh"
+
+namespace flashattn::cuda {
+
+template <class Element_, int Rows, int Columns>
+struct SharedTile {
+  using Element = Element_;
+  static constexpr int kRows = Rows, kColumns = Columns;
+  static constexpr int kChunk = 16 / sizeof(Element);  // elements
+  static constexpr int kChunksPerRow = Columns / kChunk;
+  static_assert(Columns % (2 * kChunk) == 0 && Rows % 8 == 0);
+
+  alignas(128) Element data[Rows * Columns];
+
+  // The largest power of two, up to 8, that divides the pitch in chunks decides how many rows share
+  // a bank: so many values the exclusive-or needs.
+  static constexpr int kPhases = kChunksPerRow % 8 == 0 ? 8 : kChunksPerRow % 4 == 0 ? 4 : 2;
+
+  __device__ __forceinline__ static int chunk_index(int row, int chunk) {
+    return row * kChunksPerRow + (chunk ^ ((row / (8 / kPhases)) % kPhases));
+  }
+  __device__ __forceinline__ uint32_t address(int row, int chunk) const {
+    return ptx::shared_address(data) + 16 * chunk_index(row, chunk);
+  }
+  __device__ __forceinline__ Element* chunk_at(int row, int chunk) {
+    return data + kChunk * chunk_index(row, chunk);
+  }
+  // `count` neighbouring elements that start here are together when they lie in one chunk.
+  __device__ __forceinline__ const Element* at(int row, int column) const {
+    return data + kChunk * chunk_index(row, column / kChunk) + column % kChunk;
+  }
+  __device__ __forceinline__ Element* at(int row, int column) {
+    return const_cast<Element*>(static_cast<const SharedTile*>(this)->at(row, column));
+  }
+};
+
+}  // namespace flashattn::cuda
