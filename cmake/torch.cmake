@@ -6,7 +6,7 @@ else()
   find_package(Python COMPONENTS Interpreter REQUIRED)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c
-      "from importlib.util import find_spec as f; print(*f('torch').submodule_search_locations, end='')"
+      "import importlib.util as u; print(*u.find_spec('torch').submodule_search_locations, end='')"
     OUTPUT_VARIABLE torch_dir RESULT_VARIABLE failed ERROR_QUIET)
   if(failed)
     message(FATAL_ERROR "${Python_EXECUTABLE} has no torch: install torch >= 2.11 there, "
