@@ -50,9 +50,13 @@ class DifferentiableOp:
             or has_torch_function(args)
         ):
             return self.op(*args, **kwargs)
-        return self.autograd_kernel(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
     def autograd_kernel(self, *args, **kwargs):
+        """What the dispatcher calls."""
+        return self.run(*args, **kwargs)
+
+    def run(self, *args, **kwargs):
         if forward_ad._current_level >= 0 and any(map(has_tangent, args)):
             return self.formula(*args, *self.defaults[len(args) :], **kwargs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):

@@ -200,6 +200,7 @@ def _register(
     forward_op, backward_op = raw_op(f"{name}_forward"), raw_op(f"{name}_backward")
     names = argument_names(forward_op)
     tensor_at = [names.index(tensor) for tensor in tensors]
+    other_at = [i for i in range(len(names)) if i not in tensor_at]
     gradient_at = [names.index(tensor) for tensor in differentiable]
     backward = differentiate_by_formula(backward_op, backward_formula)
 
@@ -210,18 +211,18 @@ def _register(
             out, lse, max_logits, *lows = results
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*[args[i] for i in tensor_at], out, lse, *lows)
-            ctx.others = [None if isinstance(arg, Tensor) else arg for arg in args]
+            ctx.others = [args[i] for i in other_at]
             if not args[-1]:
-                lows = [absent(low) for low in lows]
-            ctx.mark_non_differentiable(max_logits, *lows)
-            return (out, lse, max_logits, *lows)
+                results = out, lse, max_logits
+            ctx.mark_non_differentiable(*results[2:])
+            return results
 
         @staticmethod
         def backward(ctx, grad_out, grad_lse, *_):
             *saved, out, lse, out_low, lse_low = ctx.saved_tensors
-            args = list(ctx.others)
-            for i, tensor in zip(tensor_at, saved, strict=True):
-                args[i] = tensor
+            args: list = [None] * len(names)
+            for i, value in zip((*tensor_at, *other_at), (*saved, *ctx.others), strict=True):
+                args[i] = value
             if grad_out is None:
                 grad_out = torch.zeros_like(out)
             deterministic = args[-3]
@@ -232,13 +233,20 @@ def _register(
                 grad_out, grad_lse, *args[:inputs], out, lse, out_low, lse_low, wanted,
                 *args[inputs:-3], deterministic,
             )  # fmt: skip
-            answer: list[Tensor | None] = [None] * len(args)
+            answer: list[Tensor | None] = [None] * len(names)
             for i, asked, gradient in zip(gradient_at, wanted, gradients, strict=True):
                 answer[i] = gradient if asked else None
             return tuple(answer)
 
-    FlashAttention.__name__ = name
-    return DifferentiableOp(forward_op, FlashAttention, forward_formula)
+    return _FlashOp(forward_op, FlashAttention, forward_formula)
+
+
+class _FlashOp(DifferentiableOp):
+    """Called from here with gradients, it leaves out the low parts, which only backward needs."""
+
+    def autograd_kernel(self, *args, **kwargs):
+        out, lse, max_logits, *lows = self.run(*args, **kwargs)
+        return out, lse, max_logits, *(lows or (absent(out), absent(lse)))
 
 
 def _forward_results(result: reference.Attention, return_max_logits: bool, return_low: bool):
