@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 import flashattn_ext
 from flashattn_ext import explain
 
+OPS = ("flash_attention_forward", "naive_attention_forward")
 SDPA = "scaled_dot_product_attention"
 
 
@@ -104,7 +105,5 @@ def test_causal_bias_is_ours():
 
 
 def test_unknown_function():
-    with pytest.raises(
-        ValueError, match="flashattn_ext: function: expected one of "
-    ):
+    with pytest.raises(ValueError, match="flashattn_ext: function: expected one of "):
         explain(*inputs(), function="softmax")
