@@ -33,8 +33,8 @@ DROPOUT_TOLERANCE = 0.05  # nats/byte
 # What a run takes if the command line does not say otherwise.
 DEFAULTS = {
     "cpu": {
-        "shape": Shape(width=128, layers=4, heads_q=4, heads_kv=2),
-        "steps": 1600,
+        "shape": Shape(width=128, layers=3, heads_q=4, heads_kv=2),
+        "steps": 1800,
         "batch_tokens": 512,
         "context": 256,
         "dtype": "float32",

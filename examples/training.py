@@ -16,7 +16,7 @@ from gpt import ATTENTIONS, GPT, Shape
 from progress import ProgressBar
 from source_text import batches, read_sources, split
 
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 4e-3
 WARM_UP = 0.1  # the share of the steps in which the learning rate rises
 
 
