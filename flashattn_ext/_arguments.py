@@ -49,7 +49,7 @@ def check_flag(name: str, value) -> None:
 
 def state_for_dropout(dropout_p: float, rng_state: Tensor | None, query: Tensor) -> Tensor | None:
     """The caller's rng_state, or one drawn for this call. Nothing is drawn for an invalid rate."""
-    if not isinstance(dropout_p, (int, float, torch.SymFloat)):
+    if not hasattr(dropout_p, "__float__"):
         raise error("dropout_p", "a number", repr(dropout_p), TypeError)
     if not 0 <= dropout_p <= 1:
         raise error("dropout_p", "a probability from 0 to 1", dropout_p)
