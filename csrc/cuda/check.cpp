@@ -30,9 +30,9 @@ std::string advice(cudaError_t error) {
       cudaGetDevice(&device);
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-      text << " This build has no code for GPU " << device << " (compute capability " << major << "."
-           << minor << "): build again with FLASHATTN_EXT_CUDA_ARCHITECTURES=" << major << minor
-           << " (8.0 or newer is needed).";
+      text << " This build has no code for GPU " << device << " (compute capability " << major
+           << "." << minor << "): build again with FLASHATTN_EXT_CUDA_ARCHITECTURES=" << major
+           << minor << " (8.0 or newer is needed).";
       break;
     }
     case cudaErrorNoDevice: text << " No NVIDIA GPU is visible to this process."; break;
