@@ -8,12 +8,12 @@
 namespace flashattn::cuda {
 
 struct DeviceProperties {
-  int major, minor;              // compute capability
+  int major, minor;  // compute capability
   int multiprocessors;
   int threads_per_multiprocessor;
-  int shared_bytes_per_block;    // the most that a block may opt in to
+  int shared_bytes_per_block;  // the most that a block may opt in to
   int64_t l2_bytes;
-  int max_cluster;               // the most blocks in a cluster, if they fit; 1: no clusters
+  int max_cluster;  // the most blocks in a cluster, if they fit; 1: no clusters
 };
 
 // Every device with clusters takes this many blocks in one; more only if it has room for them.
