@@ -1,7 +1,6 @@
-#include "cuda/dropout_mask.h"
-
 #include "core/dtype.h"
 #include "core/tile_schedule.h"
+#include "cuda/dropout_mask.h"
 #include "cuda/launch.cuh"
 
 namespace flashattn::cuda {
@@ -19,10 +18,9 @@ __global__ void dropout_mask_kernel(DropoutMaskProblem problem, int64_t blocks_p
   const int64_t row = index / blocks_per_row;  // of (batch, heads_q, len_q)
   const int64_t begin = index % blocks_per_row * kDropoutBlock;
   const int64_t batch_head = row / problem.len_q;
-  const DropoutStream stream = problem.dropout.stream(
-      batch_head / problem.heads_q, problem.heads_q, batch_head % problem.heads_q);
-  const DropoutBlock block =
-      dropout_block(stream, row % problem.len_q, begin / kDropoutBlock);
+  const DropoutStream stream = problem.dropout.stream(batch_head / problem.heads_q, problem.heads_q,
+                                                      batch_head % problem.heads_q);
+  const DropoutBlock block = dropout_block(stream, row % problem.len_q, begin / kDropoutBlock);
 
   bool* out = problem.mask + row * problem.len_k + begin;
   if (problem.len_k % kDropoutBlock == 0) {  // then every block is whole and aligned
