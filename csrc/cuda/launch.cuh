@@ -55,10 +55,9 @@ bool fits_cluster(const OpScope& scope, const Grid& grid, void (*kernel)(Paramet
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = config_of(scope, grid, attribute);
   int clusters = 0;
-  const bool known =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ==
-          cudaSuccess &&
-      cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
+  const bool known = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed,
+                                          1) == cudaSuccess &&
+                     cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess;
   if (!known) cudaGetLastError();  // the answer is no, not an error
   return known && clusters > 0;
 }
@@ -67,9 +66,9 @@ template <class... Parameters, class... Arguments>
 void launch(const OpScope& scope, const Grid& grid, void (*kernel)(Parameters...),
             const Arguments&... arguments) {
   if (grid.shared_bytes > 48 * 1024) {  // what a block may have without asking
-    FLASHATTN_CUDA_CHECK(
-        scope.op(), cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         grid.shared_bytes));
+    FLASHATTN_CUDA_CHECK(scope.op(),
+                         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              grid.shared_bytes));
   }
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = config_of(scope, grid, attribute);
