@@ -3,8 +3,7 @@
 
 namespace flashattn::cuda {
 
-void softmax_forward(const SoftmaxForwardProblem& problem, int device,
-                     const Workspace& workspace) {
+void softmax_forward(const SoftmaxForwardProblem& problem, int device, const Workspace& workspace) {
   const SoftmaxFormula formula{problem.kind};
   const OpScope scope(formula.is_log() ? "log_softmax" : "softmax", device);
   with_softmax_forward_types(
