@@ -24,13 +24,15 @@ from torch.overrides import has_torch_function
 
 from flashattn_ext._registration import library, positional_defaults
 
-Function = torch.autograd.Function
+# The base of torch.autograd.Function: its `apply` stays at the level of torch.func that it is
+# called at, where Function's starts over from the outermost, and it binds no defaults.
+Function = torch.autograd.function._SingleLevelFunction
 
 
 class DifferentiableOp:
     """A raw op with its gradient rules; calling it is calling the op, at the lowest cost.
 
-    function: the `torch.autograd.Function` for its first derivative.
+    function: the autograd function for its first derivative.
     formula: the same result by differentiable torch ops; same arguments as the op.
     """
 
@@ -71,16 +73,10 @@ def has_tangent(value) -> bool:
 
 
 def apply(function: type[Function], *args):
-    """`function.apply` without its costly binding of defaults, right at a level of torch.func.
-
-    At a level of `torch.func.grad`, `Function.apply` would start over at the top level; the kernel
-    that calls this runs at the level it is meant for.
-    """
-    plain_apply = super(Function, function).apply
     if not functorch_is_active():
-        return plain_apply(*args)
+        return function.apply(*args)
     with enable_single_level_autograd_function():
-        return plain_apply(*args)
+        return function.apply(*args)
 
 
 def call_below_autograd(op: torch._ops.OpOverload, *args, **kwargs):

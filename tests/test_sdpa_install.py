@@ -164,8 +164,7 @@ def test_scripting_and_tracing():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.MultiheadAttention(16, 4))
         assert scripted(x, x, x)[0].shape == x.shape
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.simplefilter("error", torch.jit.TracerWarning)
         inputs = [x.detach() for x in tensors(*SHAPE)]
         traced = torch.jit.trace(
             lambda *args: functional.scaled_dot_product_attention(*args), inputs
