@@ -97,16 +97,18 @@ struct PlainScores {
   // d score / d dot product, from the dot product.
   __device__ Real slope_at(Real) const { return scale; }
 
-  // exp(score - reference), the difference in log2 units, and a score in natural units.
+  // exp(score - reference), and the difference in log2 units. Differences come before products with
+  // log2(e): what those round grows with the score.
   __device__ Real exponential(Real score, Real reference) const {
-    return power_of_two(fma(score, scale_log2, -reference * scale_log2));
+    return power_of_two((score - reference) * scale_log2);
   }
   __device__ Real log2_difference(Real a, Real b) const { return (a - b) * scale_log2; }
-  // exp(score - lse); the low part only matters where |lse| is beyond what these scores reach.
-  __device__ Real probability(Real score, Real lse, Real) const {
-    return power_of_two(fma(score, scale_log2, -lse * kLog2E<Real>));
+  __device__ Real probability(Real score, Real lse, Real lse_low) const {
+    return power_of_two((fma(score, scale, -lse) - lse_low) * kLog2E<Real>);
   }
+  // A score in natural units, and what rounding that product lost.
   __device__ Real natural(Real score) const { return score * scale; }
+  __device__ Real natural_low(Real score) const { return fma(score, scale, -(score * scale)); }
 };
 
 // Every term of the formula, in its order. Scores come out in natural units.
@@ -152,6 +154,7 @@ class GeneralScores {
     return power_of_two(((score - lse) - lse_low) * kLog2E<Real>);
   }
   __device__ Real natural(Real score) const { return score; }
+  __device__ Real natural_low(Real) const { return 0; }
 
   template <int Blocks, class Position>
   __device__ void apply(Real (&scores)[Blocks][4], const Position& at) const {

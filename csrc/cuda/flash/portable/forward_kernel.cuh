@@ -175,7 +175,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
                                   out_low.stride[3], value_columns, arguments.paired_out, lane);
       }
       if (lane % 4 == 0 && task.value_column == 0) {
-        const LogSumExp<Real> row_lse = state.log_sum_exp();
+        LogSumExp<Real> row_lse = state.log_sum_exp();
+        if (state.sum != 0) row_lse.low += terms.natural_low(softmax[f].reference[half]);
         *lse.at(task.batch, task.head, stored_row) = row_lse.high;
         if (lse_low) *lse_low.at(task.batch, task.head, stored_row) = row_lse.low;
       }
