@@ -131,6 +131,16 @@ def test_dynamic_packed():
             torch.testing.assert_close(*gradients)
 
 
+def test_transforms_in_a_graph():
+    def loss(*tensors):
+        return flashattn_ext.flash_attention(*tensors, softcap=2.0).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))
+    tensors = [torch.stack([tensor, -tensor, tensor / 2]) for tensor in attention_inputs()]
+    compiled = torch.compile(per_sample, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), per_sample(*tensors))
+
+
 @pytest.mark.parametrize("function", ["flash_attention", "naive_attention"])
 def test_public_ops_in_a_graph(function):
     op = getattr(ops, function)

@@ -183,6 +183,9 @@ TRANSFORMS = {
     "jacrev of grad": lambda loss: jacrev(grad(loss, 0), 2),
     "jacfwd of jacfwd": lambda loss: jacfwd(jacfwd(loss, 0), 0),
     "grad of grad": lambda loss: grad(lambda *args: grad(loss)(*args).square().sum()),
+    "three levels": lambda loss: grad(
+        lambda *args: grad(lambda *args: grad(loss)(*args).square().sum())(*args).sin().sum()
+    ),
 }
 
 
