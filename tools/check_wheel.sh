@@ -6,8 +6,8 @@
 set -eu
 
 wheel=$(realpath "$1")
-tests=${TESTS-tests/packaging tests/ops/test_softmax.py tests/ops/test_masks.py tests/ops/test_flash_varlen.py \
-  tests/ops/test_opcheck.py tests/ops/test_autograd.py}
+tests=${TESTS-tests/packaging tests/ops/test_softmax.py tests/ops/test_masks.py \
+  tests/ops/test_flash_varlen.py tests/ops/test_opcheck.py tests/ops/test_autograd.py}
 for version in ${TORCH_VERSIONS-2.13.0 2.14.1}; do
   folder=$(mktemp -d)
   trap 'rm -rf "$folder"' EXIT INT TERM
