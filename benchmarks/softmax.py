@@ -27,8 +27,8 @@ TOTAL = 2**28
 READ_TWICE = 2**26
 
 
-def problems(total):
-    for length in LENGTHS:
+def problems(total, lengths):
+    for length in lengths:
         yield "rows", (total // length, length), 1
     yield "rows", (4, total // 4), 1
     yield "columns", (total // 2**16, 1024, 64), 1
@@ -118,6 +118,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--total", type=int, default=TOTAL, help="elements of each tensor")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--commit", help="where git is missing")
     options = parser.parse_args()
 
@@ -126,7 +127,7 @@ def main():
     rows = []
     for direction in ("forward", "backward"):
         for dtype in options.dtypes:
-            for kind, shape, dim in problems(options.total):
+            for kind, shape, dim in problems(options.total, options.lengths):
                 row = {"direction": direction, "dtype": dtype, "kind": kind, "shape": shape}
                 row["shape"] = "x".join(map(str, shape))
                 row |= measure(direction, DTYPES[dtype], shape, dim, options.rounds)

@@ -1,21 +1,31 @@
 // Arithmetic of the CUDA kernels that depends on the element type.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace flashattn::cuda {
 
-// exp, as exact as the type of the result asks for. For 16 bits the hardware's 2^x is: its error and
-// that of the product, 2^-22 + |x| 2^-24, only reach the rounding of the result far below 2^-100.
+// exp for a result of a type: 0 at -inf, NaN at NaN, results below the smallest normal number are 0.
+//
+// exp(x) = 2^t with t = x log2(e). The hardware's 2^t is good to 2 units in the last place, but t
+// carries the rounding of the product; for fp32 results, what is left, x - t ln(2), corrects it.
 template <class Result>
 __device__ __forceinline__ float exponential(float x) {
+  constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
   if constexpr (sizeof(Result) == 2) {
-    return ptx::exp2_approximate(x * 1.44269504f);
+    return ptx::exp2_approximate(x * kLog2E);
   } else {
-    return expf(x);
+    x = ptx::max_or_nan(x, -200.f);  // -inf minus -inf must not occur below
+    const float t = x * kLog2E;
+    const float power = ptx::exp2_approximate(t);
+    return fmaf(power, fmaf(t, -kLn2, x), power);
   }
 }
 template <class Result>
@@ -23,7 +33,7 @@ __device__ __noinline__ double exponential(double x) {  // long, and fp64 is not
   return exp(x);
 }
 
-__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }  // skips NaN
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }  // passes NaN over
 __device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
 
 // 16 bytes of a tensor: what one thread loads at a time.
@@ -31,34 +41,79 @@ template <class Element>
 struct alignas(16) Chunk {
   static constexpr int kSize = 16 / sizeof(Element);
   Element element[kSize];
+
+  // The same element everywhere, as one 32-bit word.
+  __device__ static uint32_t word_of(Element element) {
+    if constexpr (sizeof(Element) == 2) {
+      return element.bits * 0x10001u;
+    } else {
+      return bit_cast<uint32_t>(element);
+    }
+  }
 };
 
-// Rounds and stores `Count` neighbours at once; `to` is aligned to their bytes, or to 16.
+// Two 16-bit floats from one word, low half first.
+__device__ __forceinline__ float2 unpack(uint32_t word, bfloat16) {
+  return {bit_cast<float>(word << 16), bit_cast<float>(word & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 unpack(uint32_t word, float16) {
+  return __half22float2(bit_cast<__half2>(word));
+}
+
+// A chunk in the type that is computed in.
+template <class Element, class Real>
+__device__ __forceinline__ void widen(const Chunk<Element>& chunk, Real* values) {
+  if constexpr (sizeof(Element) == 2) {
+    const uint4 words = bit_cast<uint4>(chunk);
+    const uint32_t word[] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack(word[i], Element());
+      values[2 * i] = pair.x;
+      values[2 * i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Chunk<Element>::kSize; ++i) values[i] = convert<Real>(chunk.element[i]);
+  }
+}
+
+// Stores the words at once. (Types of the right size: a struct of bytes is taken apart and rebuilt.)
+__device__ __forceinline__ void store_words(void* to, const uint32_t (&word)[1]) {
+  *static_cast<uint32_t*>(to) = word[0];
+}
+__device__ __forceinline__ void store_words(void* to, const uint32_t (&word)[2]) {
+  *static_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+}
+__device__ __forceinline__ void store_words(void* to, const uint32_t (&word)[4]) {
+  *static_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+}
+__device__ __forceinline__ void store_words(void* to, const uint32_t (&word)[8]) {
+  static_cast<uint4*>(to)[0] = make_uint4(word[0], word[1], word[2], word[3]);
+  static_cast<uint4*>(to)[1] = make_uint4(word[4], word[5], word[6], word[7]);
+}
+
+// Rounds and stores `Count` neighbours; `to` is aligned to their bytes, or to 16.
 template <int Count, class Element, class Real>
 __device__ __forceinline__ void store_neighbours(Element* to, const Real (&values)[Count]) {
-  constexpr int kBytes = Count * sizeof(Element), kWord = kBytes < 16 ? kBytes : 16;
-  struct alignas(kWord) Word {
-    unsigned char byte[kWord];
-  };
-  struct Words {
-    Word word[kBytes / kWord];
-  };
-  Words words;
-  if constexpr (sizeof(Element) == 2 && Count > 1) {
-    uint32_t pair[Count / 2];
+  if constexpr (Count == 1) {
+    *to = convert<Element>(values[0]);
+  } else if constexpr (sizeof(Element) == 2) {
+    uint32_t word[Count / 2];
 #pragma unroll
     for (int i = 0; i < Count / 2; ++i) {
-      pair[i] = ptx::pack<Element>(values[2 * i], values[2 * i + 1]);
+      word[i] = ptx::pack<Element>(values[2 * i], values[2 * i + 1]);
     }
-    words = bit_cast<Words>(pair);
+    store_words(to, word);
   } else {
     Element element[Count];
 #pragma unroll
     for (int i = 0; i < Count; ++i) element[i] = convert<Element>(values[i]);
-    words = bit_cast<Words>(element);
+    struct Words {
+      uint32_t word[Count * sizeof(Element) / 4];
+    };
+    store_words(to, bit_cast<Words>(element).word);
   }
-#pragma unroll
-  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<Word*>(to)[i] = words.word[i];
 }
 
 }  // namespace flashattn::cuda

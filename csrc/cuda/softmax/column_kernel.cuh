@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/softmax/direction.cuh"
-#include "cuda/softmax/row.cuh"
+#include "cuda/softmax/fragment.cuh"
 
 namespace flashattn::cuda {
 
@@ -16,7 +16,7 @@ inline constexpr int kPackColumns<WideAccess, Element> = 8 / sizeof(Element);
 
 // Lines that a thread holds in registers.
 template <class Direction>
-inline constexpr int kColumnLines = 8 / Direction::kOperands;
+inline constexpr int kColumnLines = 4;
 
 // A block holds `lanes` packs of neighbouring columns and blockDim / lanes lines at a time. A column
 // of up to blockDim / lanes * kLines elements stays in registers; a longer one is read twice.

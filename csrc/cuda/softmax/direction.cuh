@@ -48,6 +48,13 @@ struct Forward {
                      b.sum * exponential<Out>(b.max - reference)};
   }
 
+  // The State of `lanes` neighbouring lanes.
+  __device__ static State join_lanes(State state, int lanes) {
+    const Real max = join_numbers(state.max, lanes, [](Real a, Real b) { return larger(a, b); });
+    const Real sum = state.sum * exponential<Out>(state.max - finite_or_zero(max));
+    return {max, join_numbers(sum, lanes, [](Real a, Real b) { return a + b; })};
+  }
+
   // For rows in registers: the State of all that `lanes` neighbouring lanes hold. For softmax each
   // x becomes exp(x - max), so that exp is computed once.
   template <int Count>
@@ -78,17 +85,17 @@ struct Forward {
     return formula.value(formula.is_log() ? x[0][i] - row.max : x[0][i], row.normaliser);
   }
 
-  // For rows that are read twice: adds values to a thread's State.
+  // For rows in memory: adds values to a thread's State.
   template <int Count>
   __device__ State add(State state, const Real (&x)[kOperands][Count]) const {
     Real max = state.max;
 #pragma unroll
     for (int i = 0; i < Count; ++i) max = larger(max, x[0][i]);
     const Real reference = finite_or_zero(max);
-    Real sum = state.sum * exponential<Out>(state.max - reference);
+    Real sum = 0;  // apart from the State's, which may be too large to add single terms to
 #pragma unroll
     for (int i = 0; i < Count; ++i) sum += exponential<Out>(x[0][i] - reference);
-    return {max, sum};
+    return {max, state.sum * exponential<Out>(state.max - reference) + sum};
   }
   __device__ Totals totals(State row) const { return {row.max, formula.normaliser(row.sum)}; }
   template <int Count>
@@ -122,10 +129,13 @@ struct Backward {
   __device__ static State empty() { return {Real(0)}; }
   __device__ static State join(State a, State b) { return {a.sum + b.sum}; }
 
+  __device__ static State join_lanes(State state, int lanes) {
+    return {join_numbers(state.sum, lanes, [](Real a, Real b) { return a + b; })};
+  }
+
   template <int Count>
   __device__ State gather(const Real (&x)[kOperands][Count], int lanes) const {
-    const Real sum = add(empty(), x).sum;
-    return {join_numbers(sum, lanes, [](Real a, Real b) { return a + b; })};
+    return join_lanes(add(empty(), x), lanes);
   }
   __device__ Totals totals_of_gathered(State, State row) const { return row; }
   template <int Count>
@@ -135,9 +145,10 @@ struct Backward {
 
   template <int Count>
   __device__ State add(State state, const Real (&x)[kOperands][Count]) const {
+    Real sum = 0;
 #pragma unroll
-    for (int i = 0; i < Count; ++i) state.sum += formula.summand(x[0][i], x[1][i]);
-    return state;
+    for (int i = 0; i < Count; ++i) sum += formula.summand(x[0][i], x[1][i]);
+    return {state.sum + sum};
   }
   __device__ Totals totals(State row) const { return row; }
   template <int Count>

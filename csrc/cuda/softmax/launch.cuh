@@ -9,17 +9,14 @@
 
 namespace flashattn::cuda {
 
-// How many elements of each operand a thread of the row kernels holds. Many are for wide access
-// only; with a result wider than the input they are fewer, since registers would spill.
-template <class Direction, class Access>
-inline constexpr int kFew =
-    64 / static_cast<int>(sizeof(typename Direction::Real)) / Direction::kOperands;
-template <class Direction, class Access>
-inline constexpr int kMany = kFew<Direction, Access>;
+// How many elements of each operand a thread of the warp and block kernels holds.
 template <class Direction>
-inline constexpr int kMany<Direction, WideAccess> =
-    (sizeof(typename Direction::Written) > sizeof(typename Direction::Read) ? 24 : 32) /
-    Direction::kOperands;
+inline constexpr int kThreadElements =
+    64 / static_cast<int>(sizeof(typename Direction::Real)) / Direction::kOperands;
+
+// Wide access to fp64 has nothing to gain and is not compiled.
+template <class Direction>
+inline constexpr bool kHasWide = sizeof(typename Direction::Read) < 8;
 
 // Whether all 16-byte pieces of the operands begin at multiples of 16 bytes, given that elements
 // are adjacent along a dimension of this size.
@@ -34,51 +31,65 @@ bool has_whole_chunks(const Tensors<Direction>& tensors, int64_t adjacent) {
   return whole;
 }
 
-template <class Direction, class Access>
+template <class Direction>
 void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
                  const Direction& direction, const Workspace& workspace) {
-  constexpr int kFewElements = kFew<Direction, Access>;
-  constexpr int kManyElements = kMany<Direction, Access>;
+  constexpr int kChunk = Chunk<typename Direction::Read>::kSize;
+  constexpr int kElements = kThreadElements<Direction>, kChunkBytes = 16 * Direction::kOperands;
   const SoftmaxShape& shape = tensors.shape;
   const int64_t rows = shape.outer;
   const DeviceProperties& device = scope.device();
   RowLimits limits{.multiprocessors = device.multiprocessors,
                    .cluster = device.max_cluster,
-                   .few_elements = kFewElements,
-                   .many_elements = kManyElements};
+                   .shared_chunks = (device.shared_bytes_per_block - 8 * 1024) / kChunkBytes,
+                   .chunk_elements = kChunk,
+                   .elements = kElements,
+                   .whole_chunks = has_whole_chunks(tensors, shape.length),
+                   .has_block = kHasWide<Direction>};
   RowPlan plan = select_row_kernel(rows, shape.length, limits);
-  const auto large_block = softmax_block_kernel<Direction, Access, kManyElements>;
-  const auto grid_of = [&] {
-    return Grid{.blocks = rows * plan.cluster, .threads = plan.threads, .cluster = plan.cluster};
+  const auto shared_grid = [&](int64_t blocks) {
+    return Grid{.blocks = blocks,
+                .threads = plan.threads,
+                .shared_bytes = plan.capacity * kChunkBytes,
+                .cluster = plan.cluster};
   };
-  if (plan.cluster > kPortableCluster && !fits_cluster(scope, grid_of(), large_block)) {
+  if (plan.cluster > kPortableCluster &&
+      !fits_cluster(scope, shared_grid(rows * plan.cluster), softmax_shared_kernel<Direction>)) {
     limits.cluster = kPortableCluster;
     plan = select_row_kernel(rows, shape.length, limits);
   }
 
   switch (plan.kernel) {
     case RowKernel::warp: {
-      const int64_t rows_per_block = plan.threads / plan.lanes;
-      return launch(scope, {divide_up(rows, rows_per_block), plan.threads},
-                    softmax_warp_kernel<Direction, Access, kFewElements>, tensors, direction,
-                    exponent_of(plan.lanes));
+      const Grid grid{divide_up(rows, plan.threads / plan.lanes), plan.threads};
+      if constexpr (kHasWide<Direction>) {
+        if (limits.whole_chunks) {
+          return launch(scope, grid, softmax_warp_kernel<Direction, WideAccess, kElements>,
+                        tensors, direction, exponent_of(plan.lanes));
+        }
+      }
+      return launch(scope, grid, softmax_warp_kernel<Direction, ElementAccess, kElements>, tensors,
+                    direction, exponent_of(plan.lanes));
     }
     case RowKernel::block:
-      return launch(scope, grid_of(), softmax_block_kernel<Direction, Access, kFewElements>,
-                    tensors, direction, 0);
-    case RowKernel::large_block:
-      return launch(scope, grid_of(), large_block, tensors, direction, exponent_of(plan.cluster));
+      if constexpr (kHasWide<Direction>) {
+        launch(scope, {rows, plan.threads}, softmax_block_kernel<Direction, kElements>, tensors,
+               direction);
+      }
+      return;
+    case RowKernel::shared:
+      return launch(scope, shared_grid(rows * plan.cluster), softmax_shared_kernel<Direction>,
+                    tensors, direction, exponent_of(plan.cluster), plan.capacity);
     case RowKernel::online: {
-      constexpr int64_t kChunk = Chunk<typename Direction::Read>::kSize;
       const int64_t length = divide_up(divide_up(shape.length, plan.pieces), kChunk) * kChunk;
       const Pieces pieces{divide_up(shape.length, length), length};
-      const Grid grid{.blocks = rows * pieces.count, .threads = plan.threads};
+      const Grid grid = shared_grid(rows * pieces.count);
       using State = typename Direction::State;
       auto* states = static_cast<State*>(workspace(grid.blocks * int64_t{sizeof(State)}));
-      launch(scope, grid, softmax_online_states_kernel<Direction, Access, kFewElements>, tensors,
-             direction, pieces, states);
-      return launch(scope, grid, softmax_online_results_kernel<Direction, Access, kFewElements>,
-                    tensors, direction, pieces, states);
+      launch(scope, grid, softmax_online_states_kernel<Direction>, tensors, direction, pieces,
+             plan.capacity, states);
+      return launch(scope, grid, softmax_online_results_kernel<Direction>, tensors, direction,
+                    pieces, plan.capacity, static_cast<const State*>(states));
     }
   }
 }
@@ -102,26 +113,15 @@ void launch_columns(const OpScope& scope, const Tensors<Direction>& tensors,
 template <class Direction>
 void launch_direction(const OpScope& scope, const Tensors<Direction>& tensors,
                       const Direction& direction, const Workspace& workspace) {
-  constexpr int64_t kChunk = Chunk<typename Direction::Read>::kSize;
-  const SoftmaxShape& shape = tensors.shape;
-  const bool rows = shape.inner == 1;
-  bool wide = has_whole_chunks(tensors, rows ? shape.length : shape.inner);
-  for (const SoftmaxOperand& operand : tensors.operand) {
-    wide &= rows ? operand.length_stride == 1 : operand.length_stride % kChunk == 0;
-  }
-  if constexpr (sizeof(typename Direction::Read) == 8) wide = false;  // nothing to gain
-
-  if (!wide && rows) {
-    launch_rows<Direction, ElementAccess>(scope, tensors, direction, workspace);
-  } else if (!wide) {
-    launch_columns<Direction, ElementAccess>(scope, tensors, direction);
-  } else if constexpr (sizeof(typename Direction::Read) < 8) {
-    if (rows) {
-      launch_rows<Direction, WideAccess>(scope, tensors, direction, workspace);
-    } else {
-      launch_columns<Direction, WideAccess>(scope, tensors, direction);
+  if (tensors.shape.inner == 1) return launch_rows(scope, tensors, direction, workspace);
+  if constexpr (kHasWide<Direction>) {
+    bool wide = has_whole_chunks(tensors, tensors.shape.inner);
+    for (const SoftmaxOperand& operand : tensors.operand) {
+      wide &= operand.length_stride % Chunk<typename Direction::Read>::kSize == 0;
     }
+    if (wide) return launch_columns<Direction, WideAccess>(scope, tensors, direction);
   }
+  launch_columns<Direction, ElementAccess>(scope, tensors, direction);
 }
 
 }  // namespace flashattn::cuda

@@ -1,4 +1,8 @@
-// A row, or a piece of one, and the elements of it that a thread holds in registers.
+// A row, or a piece of one, in 16-byte chunks.
+//
+// Chunks are cut at the 16-byte boundaries of the first operand, so a row that begins anywhere
+// still has whole chunks except at its two ends. A chunk that is not whole, or whose 16 bytes in
+// another operand or in the result are not aligned, is accessed element by element.
 #pragma once
 
 #include <cstdint>
@@ -8,120 +12,69 @@
 
 namespace flashattn::cuda {
 
+template <class Element>
+__device__ bool is_aligned(const Element* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
 template <class Direction>
 struct Row {
-  const typename Direction::Read* operand[Direction::kOperands];  // (length)
-  typename Direction::Written* result;                            // (length), contiguous
+  using Read = typename Direction::Read;
+  using Written = typename Direction::Written;
+  using Real = typename Direction::Real;
+  static constexpr int kChunk = Chunk<Read>::kSize;
+  static constexpr int kResultBytes = kChunk * sizeof(Written) < 16 ? kChunk * sizeof(Written) : 16;
+
+  const Read* operand[Direction::kOperands];  // (length)
+  Written* result;                            // (length)
   int length;
 
+  // Elements [begin, end) of row `index`: fewer than 2^31.
   __device__ Row(const Tensors<Direction>& tensors, int64_t index, int64_t begin, int64_t end)
       : result(tensors.result + index * tensors.shape.length + begin),
         length(static_cast<int>(end - begin)) {
 #pragma unroll
-    for (int o = 0; o < Direction::kOperands; ++o) {
-      operand[o] = tensors.slab(o, index) + begin * tensors.operand[o].length_stride;
-    }
+    for (int o = 0; o < Direction::kOperands; ++o) operand[o] = tensors.slab(o, index) + begin;
   }
 
-  // Drops the first elements.
-  __device__ void advance(const Tensors<Direction>& tensors, int elements) {
-#pragma unroll
-    for (int o = 0; o < Direction::kOperands; ++o) {
-      operand[o] += elements * tensors.operand[o].length_stride;
-    }
-    result += elements;
-    length -= elements;
+  // Elements between the boundary below the row and the row.
+  __device__ int lead() const {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(operand[0]) % 16 / sizeof(Read));
   }
-};
+  __device__ int chunks() const { return (lead() + length + kChunk - 1) / kChunk; }
+  // The first element of a chunk; negative for one that begins before the row.
+  __device__ int first(int chunk) const { return chunk * kChunk - lead(); }
 
-// How threads share a row: which elements a thread holds, given its number among `step` threads
-// that hold neighbouring ones. WideAccess takes 16 bytes at a time, from rows that all begin at a
-// multiple of 16 bytes and end at one; ElementAccess reads any row, of any stride.
-struct WideAccess;
-struct ElementAccess;
-
-template <class Direction, class Access, int Count>
-struct Fragment;
-
-template <class Direction, int Count>
-struct Fragment<Direction, WideAccess, Count> {
-  using Read = typename Direction::Read;
-  using Real = typename Direction::Real;
-  static constexpr int kChunk = Chunk<Read>::kSize;
-  static_assert(Count % kChunk == 0);
-
-  Real value[Direction::kOperands][Count];
-
-  __device__ void load(const Tensors<Direction>&, const Row<Direction>& row, int thread,
-                       int step) {
-    Chunk<Read> chunk[Direction::kOperands][Count / kChunk];
+  // No chunk needs access element by element.
+  __device__ bool has_whole_chunks() const {
+    bool whole = length % kChunk == 0;
 #pragma unroll
-    for (int k = 0; k < Count / kChunk; ++k) {
-      const int first = (thread + k * step) * kChunk;
+    for (int o = 0; o < Direction::kOperands; ++o) whole &= is_aligned(operand[o], 16);
+    return whole;
+  }
+  __device__ bool has_whole_results() const { return is_aligned(result, kResultBytes); }
+
+  __device__ bool is_whole(int first) const { return first >= 0 && first + kChunk <= length; }
+  __device__ bool has(int element) const { return element >= 0 && element < length; }
+
+  __device__ Chunk<Read> load_elements(int o, int first) const {
+    Chunk<Read> chunk;
 #pragma unroll
-      for (int o = 0; o < Direction::kOperands; ++o) {
-        if (first < row.length) {
-          chunk[o][k] = *reinterpret_cast<const Chunk<Read>*>(row.operand[o] + first);
-        } else {
+    for (int i = 0; i < kChunk; ++i) {
+      const bool exists = has(first + i);
+      chunk.element[i] = exists ? operand[o][first + i] : convert<Read>(Direction::outside());
+    }
+    return chunk;
+  }
+
+  __device__ void store(int first, const Real (&values)[kChunk]) const {
+    if (is_whole(first) && is_aligned(result + first, kResultBytes)) {
+      store_neighbours(result + first, values);
+    } else {
 #pragma unroll
-          for (int i = 0; i < kChunk; ++i) {
-            chunk[o][k].element[i] = convert<Read>(Direction::outside());
-          }
-        }
+      for (int i = 0; i < kChunk; ++i) {
+        if (has(first + i)) result[first + i] = convert<Written>(values[i]);
       }
-    }
-#pragma unroll
-    for (int o = 0; o < Direction::kOperands; ++o) {
-#pragma unroll
-      for (int i = 0; i < Count; ++i) {
-        value[o][i] = convert<Real>(chunk[o][i / kChunk].element[i % kChunk]);
-      }
-    }
-  }
-
-  template <class Result>
-  __device__ void store(const Row<Direction>& row, int thread, int step,
-                        const Result& result) const {
-#pragma unroll
-    for (int k = 0; k < Count / kChunk; ++k) {
-      const int first = (thread + k * step) * kChunk;
-      if (first >= row.length) break;
-      Real results[kChunk];
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) results[i] = result(k * kChunk + i);
-      store_neighbours(row.result + first, results);
-    }
-  }
-};
-
-template <class Direction, int Count>
-struct Fragment<Direction, ElementAccess, Count> {
-  using Real = typename Direction::Real;
-
-  Real value[Direction::kOperands][Count];
-
-  __device__ void load(const Tensors<Direction>& tensors, const Row<Direction>& row, int thread,
-                       int step) {
-#pragma unroll
-    for (int o = 0; o < Direction::kOperands; ++o) {
-      const int64_t stride = tensors.operand[o].length_stride;
-      const auto* from = row.operand[o] + thread * stride;
-#pragma unroll
-      for (int i = 0; i < Count; ++i, from += step * stride) {
-        const bool has = thread + i * step < row.length;
-        value[o][i] = has ? convert<Real>(*from) : Direction::outside();
-      }
-    }
-  }
-
-  template <class Result>
-  __device__ void store(const Row<Direction>& row, int thread, int step,
-                        const Result& result) const {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      const int element = thread + i * step;
-      if (element >= row.length) break;
-      row.result[element] = convert<typename Direction::Written>(result(i));
     }
   }
 };

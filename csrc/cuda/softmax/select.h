@@ -9,26 +9,30 @@
 namespace flashattn::cuda {
 
 enum class RowKernel : uint8_t {
-  warp,         // a row in the registers of up to 32 lanes, few elements in each
-  block,        // a row in the registers of a block, few elements per thread
-  large_block,  // a row in the registers of a block or a cluster, many elements per thread
-  online,       // a row in pieces, read twice
+  warp,    // a row in the registers of up to 32 lanes
+  block,   // a row in the registers of a block
+  shared,  // a row in the shared memory of a block or a cluster
+  online,  // a row in pieces, read twice
 };
 
 struct RowPlan {
   RowKernel kernel;
-  int threads;        // per block
-  int lanes = 32;     // warp: lanes per row
-  int cluster = 1;    // large_block: blocks per row
+  int threads;         // per block
+  int lanes = 32;      // warp: lanes per row
+  int cluster = 1;     // shared: blocks per row
+  int capacity = 0;    // shared, online: chunks that a block holds
   int64_t pieces = 1;  // online: blocks per row
 };
 
-// What a device offers, and what a thread holds of each operand.
+// What a device offers and how the kernels were compiled.
 struct RowLimits {
   int multiprocessors;
-  int cluster;      // the most blocks in a cluster; 1: no clusters
-  int few_elements;  // warp, block and online kernels
-  int many_elements;  // large_block kernel
+  int cluster;         // the most blocks in a cluster; 1: no clusters
+  int shared_chunks;   // chunks of a row that fit into a multiprocessor's shared memory
+  int chunk_elements;
+  int elements;        // that a thread of the warp and block kernels holds
+  bool whole_chunks;   // rows begin and end on chunk boundaries
+  bool has_block;      // the block kernel exists for this type
 };
 
 inline int power_of_two_above(int64_t value, int least, int most) {
@@ -39,41 +43,55 @@ inline int power_of_two_above(int64_t value, int least, int most) {
 
 inline int whole_warps(int64_t threads) { return static_cast<int>(divide_up(threads, 32) * 32); }
 
-//   length / elements per thread
-//   <= 32 threads            warp
-//   <= 512 threads of few    block: small blocks, many of them on a multiprocessor
-//   <= 512 threads of many   large_block; then clusters of up to 8, so that two blocks still share
-//      a multiprocessor and one loads while the other stores
-//   <= 1024 threads of many  large_block in the largest cluster
-//   longer                   online
+//   threads that hold the row in registers
+//   <= 32                     warp
+//   <= 512                    block, if rows consist of whole chunks
+//   chunks
+//   <= a sixth of the shared memory of a multiprocessor     shared: six blocks share it, so that
+//      some load while others store
+//   <= that of up to 8 blocks, then a third, a half, all    shared, in clusters
+//   <= that of 16 blocks, where the device has room         shared
+//   more                                                    online
 inline RowPlan select_row_kernel(int64_t rows, int64_t length, const RowLimits& limits) {
-  const int64_t few = divide_up(length, limits.few_elements);
-  if (few <= 32) {
-    return {.kernel = RowKernel::warp, .threads = 128, .lanes = power_of_two_above(few, 1, 32)};
+  const int64_t threads = divide_up(length, limits.elements);
+  if (threads <= 32) {
+    return {.kernel = RowKernel::warp,
+            .threads = 128,
+            .lanes = power_of_two_above(threads, 1, 32)};
   }
-  if (few <= 512) return {.kernel = RowKernel::block, .threads = whole_warps(few)};
-
-  const int64_t many = divide_up(length, limits.many_elements);
-  int cluster = power_of_two_above(divide_up(many, 512), 1, std::min(limits.cluster, 8));
-  // Few rows are spread over idle multiprocessors.
-  while (cluster < std::min(limits.cluster, 8) && rows * cluster * 2 <= limits.multiprocessors &&
-         many > cluster * 128) {
-    cluster *= 2;
-  }
-  if (many > cluster * 1024) cluster = limits.cluster;
-  if (many <= cluster * 1024) {
-    return {.kernel = RowKernel::large_block,
-            .threads = whole_warps(divide_up(many, cluster)),
-            .cluster = cluster};
+  if (threads <= 512 && limits.whole_chunks && limits.has_block) {
+    return {.kernel = RowKernel::block, .threads = whole_warps(threads)};
   }
 
-  // Enough pieces for several blocks per multiprocessor, but none below a few passes of a block.
-  constexpr int kThreads = 256;
-  const int64_t wanted = divide_up(int64_t{16} * limits.multiprocessors, rows);
-  const int64_t most = std::min<int64_t>(1024, few / (4 * kThreads));
+  const int64_t unaligned = limits.whole_chunks ? 0 : limits.chunk_elements - 1;
+  const int64_t chunks = divide_up(length + unaligned, limits.chunk_elements);
+  const int portable = std::min(limits.cluster, 8);
+  for (const int blocks_per_multiprocessor : {6, 3, 2, 1}) {
+    const int room = limits.shared_chunks / blocks_per_multiprocessor;
+    if (chunks > int64_t{room} * portable && blocks_per_multiprocessor > 1) continue;
+    int cluster = power_of_two_above(divide_up(chunks, room), 1, portable);
+    // Few rows are spread over idle multiprocessors.
+    while (cluster < portable && rows * cluster * 2 <= limits.multiprocessors &&
+           chunks > cluster * 512) {
+      cluster *= 2;
+    }
+    if (chunks > int64_t{room} * cluster) cluster = limits.cluster;
+    const int64_t capacity = divide_up(chunks, cluster);
+    if (capacity > room) break;
+    return {.kernel = RowKernel::shared,
+            .threads = std::min(whole_warps(divide_up(capacity, 4)),
+                                blocks_per_multiprocessor == 6 ? 256 : 512),
+            .cluster = cluster,
+            .capacity = static_cast<int>(capacity)};
+  }
+
+  // Enough pieces for several blocks per multiprocessor, but none below what a block holds.
+  const int capacity = limits.shared_chunks / 6;
+  const int64_t wanted = divide_up(int64_t{24} * limits.multiprocessors, rows);
   return {.kernel = RowKernel::online,
-          .threads = kThreads,
-          .pieces = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1))};
+          .threads = 256,
+          .capacity = capacity,
+          .pieces = std::min({wanted, int64_t{1024}, divide_up(chunks, capacity)})};
 }
 
 // The column kernel: lanes across (packs of) columns, the other threads along the length.
