@@ -12,7 +12,8 @@
 
 namespace flashattn::cuda {
 
-// exp for a result of a type: 0 at -inf, NaN at NaN, results below the smallest normal number are 0.
+// exp for a result of a type: 0 at -inf, NaN at NaN, results below the smallest normal number are
+// 0.
 //
 // exp(x) = 2^t with t = x log2(e). The hardware's 2^t is good to 2 units in the last place, but t
 // carries the rounding of the product; for fp32 results, what is left, x - t ln(2), corrects it.
@@ -33,7 +34,9 @@ __device__ __noinline__ double exponential(double x) {  // long, and fp64 is not
   return exp(x);
 }
 
-__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }  // passes NaN over
+__device__ __forceinline__ float larger(float a, float b) {
+  return fmaxf(a, b);
+}  // passes NaN over
 __device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
 
 // 16 bytes of a tensor: what one thread loads at a time.
@@ -78,7 +81,8 @@ __device__ __forceinline__ void widen(const Chunk<Element>& chunk, Real* values)
   }
 }
 
-// Stores the words at once. (Types of the right size: a struct of bytes is taken apart and rebuilt.)
+// Stores the words at once. (Types of the right size: a struct of bytes is taken apart and
+// rebuilt.)
 __device__ __forceinline__ void store_words(void* to, const uint32_t (&word)[1]) {
   *static_cast<uint32_t*>(to) = word[0];
 }

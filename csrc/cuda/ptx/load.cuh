@@ -5,8 +5,8 @@
 
 namespace flashattn::cuda::ptx {
 
-// 16 bytes, or four times `otherwise` without an access when `valid` is false. A conditional load in
-// C++ becomes one select per element that is made of the words.
+// 16 bytes, or four times `otherwise` without an access when `valid` is false. A conditional load
+// in C++ becomes one select per element that is made of the words.
 __device__ __forceinline__ uint4 load_16(const void* global, bool valid, uint32_t otherwise) {
   uint4 words;
   asm volatile(

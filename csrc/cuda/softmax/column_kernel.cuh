@@ -7,8 +7,8 @@
 
 namespace flashattn::cuda {
 
-// Neighbouring columns that a thread loads at once: 8 bytes of them (16 would be too many States), or
-// one.
+// Neighbouring columns that a thread loads at once: 8 bytes of them (16 would be too many States),
+// or one.
 template <class Access, class Element>
 inline constexpr int kPackColumns = 1;
 template <class Element>
@@ -18,8 +18,9 @@ inline constexpr int kPackColumns<WideAccess, Element> = 8 / sizeof(Element);
 template <class Direction>
 inline constexpr int kColumnLines = 4;
 
-// A block holds `lanes` packs of neighbouring columns and blockDim / lanes lines at a time. A column
-// of up to blockDim / lanes * kLines elements stays in registers; a longer one is read twice.
+// A block holds `lanes` packs of neighbouring columns and blockDim / lanes lines at a time. A
+// column of up to blockDim / lanes * kLines elements stays in registers; a longer one is read
+// twice.
 template <class Direction, class Access>
 __global__ void __launch_bounds__(512)
     softmax_column_kernel(const __grid_constant__ Tensors<Direction> tensors, Direction direction,

@@ -1,7 +1,8 @@
 // The elements of a row that a thread holds in registers, in the type that is computed in.
 //
-// `thread` is the thread's number among `step` threads that share the row. WideAccess takes 16 bytes
-// at a time and needs rows that begin and end at multiples of 16 bytes; ElementAccess reads any row.
+// `thread` is the thread's number among `step` threads that share the row. WideAccess takes 16
+// bytes at a time and needs rows that begin and end at multiples of 16 bytes; ElementAccess reads
+// any row.
 #pragma once
 
 #include "cuda/ptx/load.cuh"

@@ -23,7 +23,8 @@ class HeldRow {
     begin_ = begin;
     count_ = end - begin;
     if (row.has_whole_chunks()) {
-      for (int c = threadIdx.x; c < count_; c += blockDim.x) load_whole(row, c, (begin + c) * kChunk);
+      for (int c = threadIdx.x; c < count_; c += blockDim.x)
+        load_whole(row, c, (begin + c) * kChunk);
     } else {
       for (int c = threadIdx.x; c < count_; c += blockDim.x) load_any(row, c, row.first(begin + c));
     }

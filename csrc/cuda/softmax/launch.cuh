@@ -64,8 +64,8 @@ void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
       const Grid grid{divide_up(rows, plan.threads / plan.lanes), plan.threads};
       if constexpr (kHasWide<Direction>) {
         if (limits.whole_chunks) {
-          return launch(scope, grid, softmax_warp_kernel<Direction, WideAccess, kElements>,
-                        tensors, direction, exponent_of(plan.lanes));
+          return launch(scope, grid, softmax_warp_kernel<Direction, WideAccess, kElements>, tensors,
+                        direction, exponent_of(plan.lanes));
         }
       }
       return launch(scope, grid, softmax_warp_kernel<Direction, ElementAccess, kElements>, tensors,
@@ -101,8 +101,8 @@ void launch_columns(const OpScope& scope, const Tensors<Direction>& tensors,
   using State = typename Direction::State;
   constexpr int kColumns = kPackColumns<Access, Read>;
   const int64_t packs = divide_up(tensors.shape.outer * tensors.shape.inner, kColumns);
-  const ColumnPlan plan = select_column_kernel(
-      packs, tensors.shape.length, kColumnLines<Direction>);
+  const ColumnPlan plan =
+      select_column_kernel(packs, tensors.shape.length, kColumnLines<Direction>);
   launch(scope,
          {.blocks = divide_up(packs, plan.lanes),
           .threads = plan.threads,

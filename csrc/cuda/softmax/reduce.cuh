@@ -46,10 +46,9 @@ class ClusterJoin {
     const uint32_t blocks = ptx::cluster_blocks(), lane = threadIdx.x % 32;
     ptx::cluster_wait();
     if (threadIdx.x < blocks) {
-      const uint32_t barrier =
-          ptx::address_in_block(ptx::shared_address(&arrived_), threadIdx.x);
-      const uint32_t to = ptx::address_in_block(
-          ptx::shared_address(&states_[ptx::cluster_rank()]), threadIdx.x);
+      const uint32_t barrier = ptx::address_in_block(ptx::shared_address(&arrived_), threadIdx.x);
+      const uint32_t to =
+          ptx::address_in_block(ptx::shared_address(&states_[ptx::cluster_rank()]), threadIdx.x);
       const Words words = bit_cast<Words>(state);
 #pragma unroll
       for (int i = 0; i < static_cast<int>(sizeof(State) / 4); ++i) {

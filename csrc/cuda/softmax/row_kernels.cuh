@@ -23,9 +23,8 @@ __global__ void __launch_bounds__(128)
   fragment.load(row, lane, lanes);
   const auto state = direction.gather(fragment.value, lanes);
   const auto totals = direction.totals_of_gathered(state, state);
-  fragment.store(row, lane, lanes, [&](int i) {
-    return direction.result_of_gathered(fragment.value, i, totals);
-  });
+  fragment.store(row, lane, lanes,
+                 [&](int i) { return direction.result_of_gathered(fragment.value, i, totals); });
 }
 
 // Middle rows: a block holds a row in registers.
@@ -40,13 +39,12 @@ __global__ void __launch_bounds__(1024)
   fragment.load(row, threadIdx.x, blockDim.x);
   const State own = direction.gather(fragment.value, 32);
   const auto totals = direction.totals_of_gathered(own, join_warps<Direction>(own, warp_states));
-  fragment.store(row, threadIdx.x, blockDim.x, [&](int i) {
-    return direction.result_of_gathered(fragment.value, i, totals);
-  });
+  fragment.store(row, threadIdx.x, blockDim.x,
+                 [&](int i) { return direction.result_of_gathered(fragment.value, i, totals); });
 }
 
-// Large rows, and rows that begin anywhere: a block, or the 2^cluster_bits blocks of a cluster, hold
-// a row in shared memory, `capacity` chunks in each.
+// Large rows, and rows that begin anywhere: a block, or the 2^cluster_bits blocks of a cluster,
+// hold a row in shared memory, `capacity` chunks in each.
 template <class Direction>
 __global__ void __launch_bounds__(512)
     softmax_shared_kernel(const __grid_constant__ Tensors<Direction> tensors, Direction direction,

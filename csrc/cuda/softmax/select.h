@@ -27,12 +27,12 @@ struct RowPlan {
 // What a device offers and how the kernels were compiled.
 struct RowLimits {
   int multiprocessors;
-  int cluster;         // the most blocks in a cluster; 1: no clusters
-  int shared_chunks;   // chunks of a row that fit into a multiprocessor's shared memory
+  int cluster;        // the most blocks in a cluster; 1: no clusters
+  int shared_chunks;  // chunks of a row that fit into a multiprocessor's shared memory
   int chunk_elements;
-  int elements;        // that a thread of the warp and block kernels holds
-  bool whole_chunks;   // rows begin and end on chunk boundaries
-  bool has_block;      // the block kernel exists for this type
+  int elements;       // that a thread of the warp and block kernels holds
+  bool whole_chunks;  // rows begin and end on chunk boundaries
+  bool has_block;     // the block kernel exists for this type
 };
 
 inline int power_of_two_above(int64_t value, int least, int most) {
@@ -55,9 +55,7 @@ inline int whole_warps(int64_t threads) { return static_cast<int>(divide_up(thre
 inline RowPlan select_row_kernel(int64_t rows, int64_t length, const RowLimits& limits) {
   const int64_t threads = divide_up(length, limits.elements);
   if (threads <= 32) {
-    return {.kernel = RowKernel::warp,
-            .threads = 128,
-            .lanes = power_of_two_above(threads, 1, 32)};
+    return {.kernel = RowKernel::warp, .threads = 128, .lanes = power_of_two_above(threads, 1, 32)};
   }
   if (threads <= 512 && limits.whole_chunks && limits.has_block) {
     return {.kernel = RowKernel::block, .threads = whole_warps(threads)};
