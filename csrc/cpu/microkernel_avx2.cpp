@@ -10,7 +10,7 @@ struct Isa {
 };
 }  // namespace
 
-const Microkernels<float> kAvx2Float = VectorMicrokernels<float, Isa>::table();
-const Microkernels<double> kAvx2Double = VectorMicrokernels<double, Isa>::table();
+constinit const Microkernels<float> kAvx2Float = VectorMicrokernels<float, Isa>::table();
+constinit const Microkernels<double> kAvx2Double = VectorMicrokernels<double, Isa>::table();
 
 }  // namespace flashattn::cpu

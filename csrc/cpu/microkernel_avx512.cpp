@@ -10,7 +10,7 @@ struct Isa {
 };
 }  // namespace
 
-const Microkernels<float> kAvx512Float = VectorMicrokernels<float, Isa>::table();
-const Microkernels<double> kAvx512Double = VectorMicrokernels<double, Isa>::table();
+constinit const Microkernels<float> kAvx512Float = VectorMicrokernels<float, Isa>::table();
+constinit const Microkernels<double> kAvx512Double = VectorMicrokernels<double, Isa>::table();
 
 }  // namespace flashattn::cpu

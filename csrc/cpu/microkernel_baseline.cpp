@@ -10,7 +10,7 @@ struct Isa {
 };
 }  // namespace
 
-const Microkernels<float> kBaselineFloat = VectorMicrokernels<float, Isa>::table();
-const Microkernels<double> kBaselineDouble = VectorMicrokernels<double, Isa>::table();
+constinit const Microkernels<float> kBaselineFloat = VectorMicrokernels<float, Isa>::table();
+constinit const Microkernels<double> kBaselineDouble = VectorMicrokernels<double, Isa>::table();
 
 }  // namespace flashattn::cpu
