@@ -38,6 +38,7 @@ def problems_of(op, **options):
         everything |= {"alignment": "bottom_right", "mask": "fp32"}
         yield Problem(batch=2, len_q=129, len_k=200, **everything)
         yield Problem(batch=1, heads_kv=1, len_q=190, len_k=65, **everything, mask_shape="11qk")
+        yield Problem(batch=1, len_q=300, len_k=700, **everything | {"head_dim": 16})
         yield Problem(batch=3, len_q=40, len_k=40, **everything | {"window": (20, 3), "mask": None})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import check, flash_attention
+from checks import Twins, check, check_call, flash_attention, random_upstream, run
 from problems import DENSE_FACTORS, DTYPES, HEAD_DIMS, LENGTHS, VISIBLE, Problem, build, selection
 
 import flashattn_ext
@@ -36,6 +36,24 @@ def test_lengths_around_tile_edges(len_q, len_k, device):  # S18, S4, N16
         alignment="bottom_right",
     )
     check(flash_attention, problem, device)
+
+
+@pytest.mark.parametrize("lengths", [(449, 449), (130, 600), (600, 130), (1, 1500)], ids=str)
+@pytest.mark.parametrize("visible", ["full", "causal_bottom_right", "causal_window"])
+def test_many_tiles(visible, lengths, device):  # N16, N26, S18
+    """Lengths of many tiles, with every gradient, so that tiles are joined in all ways."""
+    options = {"mask": "float", "mask_shape": "1hqk", "alibi": "heads", "sinks": "fp32"}
+    for dtype, others in (("bf16", {}), ("fp32", {**options, "dropout_p": 0.1})):
+        problem = Problem(
+            **{"alignment": "top_left", **VISIBLE[visible], **others},
+            dtype=dtype,
+            batch=1,
+            len_q=lengths[0],
+            len_k=lengths[1],
+            head_dim=16,
+            head_dim_v=8,
+        )
+        check(flash_attention, problem, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,8 +108,6 @@ def test_head_dim_256_with_16_heads_on_2(device):  # S9: wrong by 5x elsewhere, 
     )  # fmt: skip
     (query, key, value), options = build(problem, device)
     ramp = torch.linspace(0.5, 2.0, 256, device=device, dtype=query.dtype)
-    from checks import check_call
-
     check_call(flash_attention, [query * ramp, key * ramp.flip(0), value + ramp], options)
 
 
@@ -125,6 +141,21 @@ def test_max_logits_has_no_gradient(device):
 def test_any_scale(scale, device):
     check(flash_attention, Problem(scale=scale, heads_q=4, softcap=2.0), device)
     check(flash_attention, Problem(scale=scale, dtype="fp16"), device)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fp32_means_fp32(head_dim, device):  # T1: no hidden TF32, no bf16 on the way
+    problem = Problem(
+        batch=1, len_q=300, len_k=300, head_dim=head_dim, head_dim_v=head_dim, causal=True
+    )
+    tensors, options = build(problem, device)
+    upstream = random_upstream(tensors, packed=False)
+    results, gradients = run(flash_attention, tensors, options, upstream)
+    exact = Twins(tensors, options, upstream).exact
+    pairs = [(results.out, exact[0].out), (results.lse, exact[0].lse)]
+    for got, twin in pairs + [(gradients[name], exact[1][name]) for name in gradients]:
+        assert (got.cpu() - twin).norm() < 1e-6 * twin.norm()
+        assert (got.cpu() - twin).abs().max() < 1e-5 * twin.abs().max()
 
 
 def test_inputs_are_left_alone(device):

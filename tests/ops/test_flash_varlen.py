@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import check, check_call, flash_attention_varlen, gap_rows, random_upstream, run
-from problems import PACKED_FACTORS, Problem, build, selection
+from problems import PACKED_FACTORS, VISIBLE, Problem, build, selection
 from tolerances import assert_close
 
 import flashattn_ext
@@ -23,6 +23,15 @@ def test_pairs_of_options(problem, device):  # K2, X2
 
 def packed(lengths, **options):
     return Problem(lengths=tuple(lengths), head_dim=16, head_dim_v=12, **options)
+
+
+@pytest.mark.parametrize("visible", ["full", "causal_bottom_right", "causal_window"])
+def test_many_tiles(visible, device):
+    """Sequences of many tiles among short ones: some tiles hold the end of one, others nothing."""
+    lengths = [(3, 400), (321, 321), (0, 0), (1, 1), (200, 20), (130, 260)]
+    for dtype in ("bf16", "fp32"):
+        options = {"alibi": "batch", "sinks": "fp32", "dropout_p": 0.1, **VISIBLE[visible]}
+        check(flash_attention_varlen, packed(lengths, dtype=dtype, gap=3, **options), device)
 
 
 def test_one_query_each_grouped_heads_and_empty_sequences(device):  # V1

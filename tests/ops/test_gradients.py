@@ -243,6 +243,18 @@ def test_accumulating_into_grad(op, device):
         assert torch.equal(leaf.grad, gradient + gradient)
 
 
+def test_saved_tensors_may_be_moved_and_copied(op, device):  # L8: strides are lost on the way
+    tensors, options = build(everything(layout="bhdl", dropout_p=0.2), device)
+    upstream = random_upstream(tensors, packed=False)
+    _, expected = run(op, tensors, options, upstream)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.cpu().contiguous(), lambda t: t.to(device)
+    ):
+        _, gradients = run(op, tensors, options, upstream)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
 def test_modified_inputs_are_noticed(device):
     """Backward needs the inputs as they were: changing one in between is an error."""
     tensors, _ = build(Problem(), device)
