@@ -12,13 +12,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
-# One for each kernel: warp (many rows, one row), block, cluster, online, both column kernels.
+# One for each kernel: warp, block, held in registers and in shared memory, online, columns.
 PROBLEMS = (
     ((1000, 24), 1),
-    ((300, 500), 1),
-    ((40, 5003), 1),
+    ((1000, 25), 1),
+    ((300, 1000), 1),
+    ((200, 16384), 1),
+    ((6, 65536), 1),
     ((6, 50257), 1),
     ((2, 3_000_000), 1),
+    ((2, 3_000_001), 1),
     ((5, 100, 64), 1),
     ((5, 100, 3), 1),
 )

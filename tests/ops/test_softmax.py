@@ -114,6 +114,17 @@ def test_row_counts(name, rows, length, device):
     check_rows(name, length, torch.float32, device, rows)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize(
+    ("rows", "length"), ((400, 8192), (300, 16384), (200, 20_001), (150, 65536), (20, 262_144))
+)
+def test_many_large_rows(name, rows, length, dtype, device):
+    """Enough rows to fill a GPU, so that none is spread over idle parts of it."""
+    if device == "cpu":
+        pytest.skip("no boundary of the CPU kernels")
+    check_rows(name, length, dtype, device, rows)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", (2, 3, 8, 33, 64, 260))
 @pytest.mark.parametrize("length", (1, 5, 64, 300))

@@ -1,5 +1,5 @@
-// The chunks of a row that a block holds in shared memory. A thread reads back only what it has
-// loaded itself, so no barrier is needed.
+// The chunks of a row that a block holds in shared memory: of any row. A thread reads back only
+// what it has loaded itself, so no barrier is needed.
 #pragma once
 
 #include "cuda/ptx/cp_async.cuh"
@@ -8,14 +8,14 @@
 namespace flashattn::cuda {
 
 template <class Direction>
-class HeldRow {
+class HeldInShared {
   using Read = typename Direction::Read;
   using Real = typename Direction::Real;
   static constexpr int kChunk = Chunk<Read>::kSize;
 
  public:
   // `shared`: kOperands * capacity chunks.
-  __device__ HeldRow(void* shared, int capacity)
+  __device__ HeldInShared(void* shared, int capacity)
       : held_(static_cast<Chunk<Read>*>(shared)), capacity_(capacity) {}
 
   // Holds the chunks [begin, end) of `row`, at most `capacity` of them.

@@ -1,6 +1,8 @@
 // From a problem to a kernel launch, for one direction and one pair of types.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/launch.cuh"
 #include "cuda/softmax/column_kernel.cuh"
 #include "cuda/softmax/row_kernels.cuh"
@@ -9,14 +11,21 @@
 
 namespace flashattn::cuda {
 
-// How many elements of each operand a thread of the warp and block kernels holds.
+// How many elements of each operand a thread of the warp and block kernels holds, and how many
+// threads the block kernel takes before holding elements in their own type is better. Measured:
+// csrc/notes/0010-softmax-at-memory-speed.md.
 template <class Direction>
-inline constexpr int kThreadElements =
-    64 / static_cast<int>(sizeof(typename Direction::Real)) / Direction::kOperands;
-
-// Wide access to fp64 has nothing to gain and is not compiled.
-template <class Direction>
-inline constexpr bool kHasWide = sizeof(typename Direction::Read) < 8;
+struct Tuning {
+  static constexpr int kReal = sizeof(typename Direction::Real);
+  static constexpr int kMore = 64 / kReal / Direction::kOperands;
+  static constexpr int kFew = kMore, kBlockThreads = 512;
+};
+template <class In, class Out>
+struct Tuning<Forward<In, Out>> {
+  static constexpr int kMore = 64 / static_cast<int>(sizeof(Accumulator<In>));
+  static constexpr int kFew = sizeof(In) == 4 ? 8 : kMore;
+  static constexpr int kBlockThreads = 64 * static_cast<int>(sizeof(In));
+};
 
 // Whether all 16-byte pieces of the operands begin at multiples of 16 bytes, given that elements
 // are adjacent along a dimension of this size.
@@ -31,66 +40,77 @@ bool has_whole_chunks(const Tensors<Direction>& tensors, int64_t adjacent) {
   return whole;
 }
 
-template <class Direction>
+inline Grid grid_of(const RowPlan& plan, int64_t blocks, int chunk_bytes) {
+  return {.blocks = blocks,
+          .threads = plan.threads,
+          .shared_bytes = plan.capacity * chunk_bytes,
+          .cluster = plan.cluster};
+}
+
+// Held: where a block keeps its part of a row; chunk_bytes: of shared memory per chunk.
+template <class Direction, class Held>
+void launch_online(const OpScope& scope, const Tensors<Direction>& tensors,
+                   const Direction& direction, const RowPlan& plan, int chunk_bytes,
+                   const Workspace& workspace) {
+  using State = typename Direction::State;
+  constexpr int kChunk = Chunk<typename Direction::Read>::kSize;
+  const SoftmaxShape& shape = tensors.shape;
+  const int64_t length = divide_up(divide_up(shape.length, plan.pieces), kChunk) * kChunk;
+  const Pieces pieces{divide_up(shape.length, length), length};
+  const Grid grid = grid_of(plan, shape.outer * pieces.count, chunk_bytes);
+  auto* states = static_cast<State*>(workspace(grid.blocks * int64_t{sizeof(State)}));
+  launch(scope, grid, softmax_online_states_kernel<Direction, Held>, tensors, direction, pieces,
+         plan.capacity, states);
+  launch(scope, grid, softmax_online_results_kernel<Direction, Held>, tensors, direction, pieces,
+         plan.capacity, static_cast<const State*>(states));
+}
+
+// A row is held by lanes, a block or a cluster, or taken in pieces. Access and Held go together: by
+// 16 bytes and in registers, or by elements and in shared memory.
+template <class Direction, class Access, class Held>
 void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
                  const Direction& direction, const Workspace& workspace) {
-  constexpr int kChunk = Chunk<typename Direction::Read>::kSize;
-  constexpr int kElements = kThreadElements<Direction>, kChunkBytes = 16 * Direction::kOperands;
-  const SoftmaxShape& shape = tensors.shape;
-  const int64_t rows = shape.outer;
+  using Tuned = Tuning<Direction>;
+  constexpr bool kWhole = std::is_same_v<Access, WideAccess>;
+  constexpr int kChunkBytes = 16 * Direction::kOperands, kHeldBytes = kWhole ? 0 : kChunkBytes;
+  const int64_t rows = tensors.shape.outer, length = tensors.shape.length;
   const DeviceProperties& device = scope.device();
   RowLimits limits{.multiprocessors = device.multiprocessors,
                    .cluster = device.max_cluster,
                    .shared_chunks = (device.shared_bytes_per_block - 8 * 1024) / kChunkBytes,
-                   .chunk_elements = kChunk,
-                   .elements = kElements,
-                   .whole_chunks = has_whole_chunks(tensors, shape.length),
-                   .has_block = kHasWide<Direction>};
-  RowPlan plan = select_row_kernel(rows, shape.length, limits);
-  const auto shared_grid = [&](int64_t blocks) {
-    return Grid{.blocks = blocks,
-                .threads = plan.threads,
-                .shared_bytes = plan.capacity * kChunkBytes,
-                .cluster = plan.cluster};
-  };
+                   .chunk_elements = Chunk<typename Direction::Read>::kSize,
+                   .whole_chunks = kWhole,
+                   .few_elements = Tuned::kFew,
+                   .more_elements = Tuned::kMore,
+                   .held_chunks = HeldInRegisters<Direction>::kThreadChunks,
+                   .block_threads = Tuned::kBlockThreads};
+  RowPlan plan = select_row_kernel(rows, length, limits);
+  const auto held_kernel = softmax_held_kernel<Direction, Held>;
   if (plan.cluster > kPortableCluster &&
-      !fits_cluster(scope, shared_grid(rows * plan.cluster), softmax_shared_kernel<Direction>)) {
+      !fits_cluster(scope, grid_of(plan, rows * plan.cluster, kHeldBytes), held_kernel)) {
     limits.cluster = kPortableCluster;
-    plan = select_row_kernel(rows, shape.length, limits);
+    plan = select_row_kernel(rows, length, limits);
   }
 
   switch (plan.kernel) {
-    case RowKernel::warp: {
-      const Grid grid{divide_up(rows, plan.threads / plan.lanes), plan.threads};
-      if constexpr (kHasWide<Direction>) {
-        if (limits.whole_chunks) {
-          return launch(scope, grid, softmax_warp_kernel<Direction, WideAccess, kElements>, tensors,
-                        direction, exponent_of(plan.lanes));
-        }
-      }
-      return launch(scope, grid, softmax_warp_kernel<Direction, ElementAccess, kElements>, tensors,
-                    direction, exponent_of(plan.lanes));
-    }
+    case RowKernel::warp:
+      return launch(scope, {divide_up(rows, plan.threads / plan.lanes), plan.threads},
+                    softmax_warp_kernel<Direction, Access, Tuned::kFew>, tensors, direction,
+                    exponent_of(plan.lanes));
     case RowKernel::block:
-      if constexpr (kHasWide<Direction>) {
-        launch(scope, {rows, plan.threads}, softmax_block_kernel<Direction, kElements>, tensors,
-               direction);
+      if constexpr (kWhole) {
+        const auto kernel = plan.elements == Tuned::kFew
+                                ? softmax_block_kernel<Direction, Tuned::kFew>
+                                : softmax_block_kernel<Direction, Tuned::kMore>;
+        launch(scope, {rows, plan.threads}, kernel, tensors, direction);
       }
       return;
-    case RowKernel::shared:
-      return launch(scope, shared_grid(rows * plan.cluster), softmax_shared_kernel<Direction>,
-                    tensors, direction, exponent_of(plan.cluster), plan.capacity);
-    case RowKernel::online: {
-      const int64_t length = divide_up(divide_up(shape.length, plan.pieces), kChunk) * kChunk;
-      const Pieces pieces{divide_up(shape.length, length), length};
-      const Grid grid = shared_grid(rows * pieces.count);
-      using State = typename Direction::State;
-      auto* states = static_cast<State*>(workspace(grid.blocks * int64_t{sizeof(State)}));
-      launch(scope, grid, softmax_online_states_kernel<Direction>, tensors, direction, pieces,
-             plan.capacity, states);
-      return launch(scope, grid, softmax_online_results_kernel<Direction>, tensors, direction,
-                    pieces, plan.capacity, static_cast<const State*>(states));
-    }
+    case RowKernel::held_in_registers:
+    case RowKernel::held_in_shared:
+      return launch(scope, grid_of(plan, rows * plan.cluster, kHeldBytes), held_kernel, tensors,
+                    direction, exponent_of(plan.cluster), plan.capacity);
+    case RowKernel::online:
+      return launch_online<Direction, Held>(scope, tensors, direction, plan, kHeldBytes, workspace);
   }
 }
 
@@ -113,15 +133,25 @@ void launch_columns(const OpScope& scope, const Tensors<Direction>& tensors,
 template <class Direction>
 void launch_direction(const OpScope& scope, const Tensors<Direction>& tensors,
                       const Direction& direction, const Workspace& workspace) {
-  if (tensors.shape.inner == 1) return launch_rows(scope, tensors, direction, workspace);
-  if constexpr (kHasWide<Direction>) {
-    bool wide = has_whole_chunks(tensors, tensors.shape.inner);
+  const SoftmaxShape& shape = tensors.shape;
+  const bool rows = shape.inner == 1;
+  if constexpr (sizeof(typename Direction::Read) < 8) {  // fp64 has nothing to gain
+    bool whole = has_whole_chunks(tensors, rows ? shape.length : shape.inner);
     for (const SoftmaxOperand& operand : tensors.operand) {
-      wide &= operand.length_stride % Chunk<typename Direction::Read>::kSize == 0;
+      whole &= rows || operand.length_stride % Chunk<typename Direction::Read>::kSize == 0;
     }
-    if (wide) return launch_columns<Direction, WideAccess>(scope, tensors, direction);
+    if (whole && rows) {
+      return launch_rows<Direction, WideAccess, HeldInRegisters<Direction>>(scope, tensors,
+                                                                            direction, workspace);
+    }
+    if (whole) return launch_columns<Direction, WideAccess>(scope, tensors, direction);
   }
-  launch_columns<Direction, ElementAccess>(scope, tensors, direction);
+  if (rows) {
+    launch_rows<Direction, ElementAccess, HeldInShared<Direction>>(scope, tensors, direction,
+                                                                   workspace);
+  } else {
+    launch_columns<Direction, ElementAccess>(scope, tensors, direction);
+  }
 }
 
 }  // namespace flashattn::cuda

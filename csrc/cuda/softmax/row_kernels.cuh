@@ -2,7 +2,8 @@
 #pragma once
 
 #include "cuda/softmax/fragment.cuh"
-#include "cuda/softmax/held_row.cuh"
+#include "cuda/softmax/held_in_registers.cuh"
+#include "cuda/softmax/held_in_shared.cuh"
 #include "cuda/softmax/reduce.cuh"
 
 namespace flashattn::cuda {
@@ -44,11 +45,11 @@ __global__ void __launch_bounds__(1024)
 }
 
 // Large rows, and rows that begin anywhere: a block, or the 2^cluster_bits blocks of a cluster,
-// hold a row in shared memory, `capacity` chunks in each.
-template <class Direction>
-__global__ void __launch_bounds__(512)
-    softmax_shared_kernel(const __grid_constant__ Tensors<Direction> tensors, Direction direction,
-                          int cluster_bits, int capacity) {
+// hold a row, `capacity` chunks in each. Held: HeldInRegisters or HeldInShared.
+template <class Direction, class Held>
+__global__ void __launch_bounds__(1024)
+    softmax_held_kernel(const __grid_constant__ Tensors<Direction> tensors, Direction direction,
+                        int cluster_bits, int capacity) {
   using State = typename Direction::State;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ State warp_states[32];
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(512)
   const Row<Direction> row(tensors, blockIdx.x >> cluster_bits, 0, tensors.shape.length);
   const int begin = (blockIdx.x & ((1 << cluster_bits) - 1)) * capacity;
 
-  HeldRow<Direction> held(shared, capacity);
+  Held held(shared, capacity);
   held.load(row, begin, min(begin + capacity, row.chunks()));
   State state = Direction::join_lanes(held.add_to(Direction::empty(), direction), 32);
   state = join_warps<Direction>(state, warp_states);
@@ -81,7 +82,7 @@ __device__ Row<Direction> piece_of(const Tensors<Direction>& tensors, int64_t in
 }
 
 // First pass: the State of each piece.
-template <class Direction>
+template <class Direction, class Held>
 __global__ void __launch_bounds__(256)
     softmax_online_states_kernel(const __grid_constant__ Tensors<Direction> tensors,
                                  Direction direction, Pieces pieces, int capacity,
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(256)
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ State warp_states[32];
   const Row<Direction> piece = piece_of(tensors, blockIdx.x, pieces);
-  HeldRow<Direction> held(shared, capacity);
+  Held held(shared, capacity);
   State state = Direction::empty();
   for (int begin = 0; begin < piece.chunks(); begin += capacity) {
     held.load(piece, begin, min(begin + capacity, piece.chunks()));
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(256)
 
 // Second pass: joins the States of a row and writes the results of a piece. Pieces are taken from
 // the last to the first, since the last ones read are those that L2 still holds.
-template <class Direction>
+template <class Direction, class Held>
 __global__ void __launch_bounds__(256)
     softmax_online_results_kernel(const __grid_constant__ Tensors<Direction> tensors,
                                   Direction direction, Pieces pieces, int capacity,
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(256)
   const auto totals = direction.totals(state);
 
   const Row<Direction> piece = piece_of(tensors, index, pieces);
-  HeldRow<Direction> held(shared, capacity);
+  Held held(shared, capacity);
   for (int begin = 0; begin < piece.chunks(); begin += capacity) {
     held.load(piece, begin, min(begin + capacity, piece.chunks()));
     held.store_results(direction, piece, totals);

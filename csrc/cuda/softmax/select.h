@@ -9,18 +9,20 @@
 namespace flashattn::cuda {
 
 enum class RowKernel : uint8_t {
-  warp,    // a row in the registers of up to 32 lanes
-  block,   // a row in the registers of a block
-  shared,  // a row in the shared memory of a block or a cluster
-  online,  // a row in pieces, read twice
+  warp,               // a row in the registers of up to 32 lanes
+  block,              // a row in the registers of a block, each exp computed once
+  held_in_registers,  // a row in the registers of a block or a cluster, 16-bit elements as such
+  held_in_shared,     // a row in the shared memory of a block or a cluster
+  online,             // a row in pieces, read twice
 };
 
 struct RowPlan {
   RowKernel kernel;
   int threads;         // per block
   int lanes = 32;      // warp: lanes per row
-  int cluster = 1;     // shared: blocks per row
-  int capacity = 0;    // shared, online: chunks that a block holds
+  int elements = 0;    // warp, block: of each operand in a thread
+  int cluster = 1;     // held: blocks per row
+  int capacity = 0;    // held, online: chunks in a block
   int64_t pieces = 1;  // online: blocks per row
 };
 
@@ -30,9 +32,10 @@ struct RowLimits {
   int cluster;        // the most blocks in a cluster; 1: no clusters
   int shared_chunks;  // chunks of a row that fit into a multiprocessor's shared memory
   int chunk_elements;
-  int elements;       // that a thread of the warp and block kernels holds
-  bool whole_chunks;  // rows begin and end on chunk boundaries
-  bool has_block;     // the block kernel exists for this type
+  bool whole_chunks;  // rows begin and end on chunk boundaries, and 16 bytes are taken at a time
+  // Of each operand in a thread: the warp kernel and small blocks; other blocks; held in registers.
+  int few_elements, more_elements, held_chunks;
+  int block_threads;  // the most for the block kernel
 };
 
 inline int power_of_two_above(int64_t value, int least, int most) {
@@ -43,53 +46,78 @@ inline int power_of_two_above(int64_t value, int least, int most) {
 
 inline int whole_warps(int64_t threads) { return static_cast<int>(divide_up(threads, 32) * 32); }
 
-//   threads that hold the row in registers
-//   <= 32                     warp
-//   <= 512                    block, if rows consist of whole chunks
-//   chunks
-//   <= a sixth of the shared memory of a multiprocessor     shared: six blocks share it, so that
-//      some load while others store
-//   <= that of up to 8 blocks, then a third, a half, all    shared, in clusters
-//   <= that of 16 blocks, where the device has room         shared
-//   more                                                    online
-inline RowPlan select_row_kernel(int64_t rows, int64_t length, const RowLimits& limits) {
-  const int64_t threads = divide_up(length, limits.elements);
-  if (threads <= 32) {
-    return {.kernel = RowKernel::warp, .threads = 128, .lanes = power_of_two_above(threads, 1, 32)};
+// Blocks of a cluster for a row of some size, of which a block has room for `room`: few, but few
+// rows are spread over idle multiprocessors, `least` or more in each block.
+inline int cluster_for(int64_t rows, int64_t size, int64_t room, int64_t least,
+                       const RowLimits& limits) {
+  const int most = std::min(limits.cluster, 8);
+  int cluster = power_of_two_above(divide_up(size, room), 1, most);
+  while (cluster < most && rows * cluster * 2 <= limits.multiprocessors && size > cluster * least) {
+    cluster *= 2;
   }
-  if (threads <= 512 && limits.whole_chunks && limits.has_block) {
-    return {.kernel = RowKernel::block, .threads = whole_warps(threads)};
-  }
+  return cluster;
+}
 
-  const int64_t unaligned = limits.whole_chunks ? 0 : limits.chunk_elements - 1;
-  const int64_t chunks = divide_up(length + unaligned, limits.chunk_elements);
-  const int portable = std::min(limits.cluster, 8);
-  for (const int blocks_per_multiprocessor : {6, 3, 2, 1}) {
-    const int room = limits.shared_chunks / blocks_per_multiprocessor;
-    if (chunks > int64_t{room} * portable && blocks_per_multiprocessor > 1) continue;
-    int cluster = power_of_two_above(divide_up(chunks, room), 1, portable);
-    // Few rows are spread over idle multiprocessors.
-    while (cluster < portable && rows * cluster * 2 <= limits.multiprocessors &&
-           chunks > cluster * 512) {
-      cluster *= 2;
-    }
-    if (chunks > int64_t{room} * cluster) cluster = limits.cluster;
-    const int64_t capacity = divide_up(chunks, cluster);
-    if (capacity > room) break;
-    return {.kernel = RowKernel::shared,
-            .threads = std::min(whole_warps(divide_up(capacity, 4)),
-                                blocks_per_multiprocessor == 6 ? 256 : 512),
-            .cluster = cluster,
-            .capacity = static_cast<int>(capacity)};
-  }
-
-  // Enough pieces for several blocks per multiprocessor, but none below what a block holds.
-  const int capacity = limits.shared_chunks / 6;
+// Pieces for several blocks per multiprocessor, but none below what a block holds.
+inline RowPlan plan_online(int64_t rows, int64_t chunks, int capacity, const RowLimits& limits) {
   const int64_t wanted = divide_up(int64_t{24} * limits.multiprocessors, rows);
   return {.kernel = RowKernel::online,
           .threads = 256,
           .capacity = capacity,
           .pieces = std::min({wanted, int64_t{1024}, divide_up(chunks, capacity)})};
+}
+
+// Rows of whole chunks that a warp cannot hold. Two blocks of 512 threads share a multiprocessor,
+// so that one loads while the other stores; larger blocks only where a cluster has no room.
+inline RowPlan select_for_whole_chunks(int64_t rows, int64_t length, const RowLimits& limits) {
+  const int64_t few = divide_up(length, limits.few_elements);
+  const int64_t more = divide_up(length, limits.more_elements);
+  if (few <= 64 || more <= limits.block_threads) {
+    return {.kernel = RowKernel::block,
+            .threads = whole_warps(few <= 64 ? few : more),
+            .elements = few <= 64 ? limits.few_elements : limits.more_elements};
+  }
+  const int64_t chunks = length / limits.chunk_elements;
+  const int64_t threads = divide_up(chunks, limits.held_chunks);
+  int cluster = cluster_for(rows, threads, 512, 128, limits);
+  if (threads > 1024 * cluster) cluster = limits.cluster;
+  if (threads > 1024 * cluster) {
+    return plan_online(rows, chunks, 256 * limits.held_chunks, limits);
+  }
+  const int block_threads = whole_warps(divide_up(threads, cluster));
+  return {.kernel = RowKernel::held_in_registers,
+          .threads = block_threads,
+          .cluster = cluster,
+          .capacity = block_threads * limits.held_chunks};
+}
+
+// Rows that begin anywhere: six blocks share a multiprocessor's memory, or fewer for longer rows.
+inline RowPlan select_for_any(int64_t rows, int64_t length, const RowLimits& limits) {
+  const int64_t chunks = divide_up(length + limits.chunk_elements - 1, limits.chunk_elements);
+  for (const int sharing : {6, 3, 2, 1}) {
+    const int64_t room = limits.shared_chunks / sharing;
+    int cluster = cluster_for(rows, chunks, room, 512, limits);
+    if (sharing == 1 && chunks > room * cluster) cluster = limits.cluster;
+    if (chunks > room * cluster) continue;
+    const int64_t capacity = divide_up(chunks, cluster);
+    return {.kernel = RowKernel::held_in_shared,
+            .threads = std::min(whole_warps(divide_up(capacity, 4)), sharing == 6 ? 256 : 512),
+            .cluster = cluster,
+            .capacity = static_cast<int>(capacity)};
+  }
+  return plan_online(rows, chunks, limits.shared_chunks / 6, limits);
+}
+
+inline RowPlan select_row_kernel(int64_t rows, int64_t length, const RowLimits& limits) {
+  const int64_t threads = divide_up(length, limits.few_elements);
+  if (threads <= 32) {
+    return {.kernel = RowKernel::warp,
+            .threads = 128,
+            .lanes = power_of_two_above(threads, 1, 32),
+            .elements = limits.few_elements};
+  }
+  return limits.whole_chunks ? select_for_whole_chunks(rows, length, limits)
+                             : select_for_any(rows, length, limits);
 }
 
 // The column kernel: lanes across (packs of) columns, the other threads along the length.
