@@ -109,14 +109,27 @@ struct VectorMicrokernels {
     for (int64_t i = 0; i < count; ++i) row[i] *= factor;
   }
 
+  // One vector of exp_row.
+  static Vector exponentials(Real* row, Real subtract, Real subtract_low) {
+    const Vector p = exponential((load<Real, Vector>(row) - subtract) - subtract_low);
+    store(row, p);
+    return p;
+  }
+
   static Real exp_row(Real* row, int64_t count, Real subtract, Real subtract_low) {
     int64_t i = 0;
-    Vector sums{};
-    for (; i + kLanes <= count; i += kLanes) {
-      const Vector p = exponential((load<Real, Vector>(row + i) - subtract) - subtract_low);
-      store(row + i, p);
-      sums += p;
+    // Sixteen floats at least are summed apart, so that narrow vectors do not round more than wide.
+    constexpr int kSums = 4;
+    Vector parts[kSums]{};
+    for (; i + kSums * kLanes <= count; i += kSums * kLanes) {
+      for (int part = 0; part < kSums; ++part) {
+        parts[part] += exponentials(row + i + part * kLanes, subtract, subtract_low);
+      }
     }
+    for (; i + kLanes <= count; i += kLanes) {
+      parts[0] += exponentials(row + i, subtract, subtract_low);
+    }
+    const Vector sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
     Real sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
     if (i < count) {
