@@ -2,8 +2,10 @@
 #
 #   make demo      train a small GPT on real text, compare with torch's attention
 #   make test      all tests, C++ and Python
+#   make bench-cpu   every CPU benchmark beside torch, 25 minutes; rows, pictures and bars
+#   make bench-gpu   the same on a GPU, 6 minutes
 #
-# Both set up .venv first. Settings: PYTHON (the interpreter that makes .venv), TORCH (what to
+# All set up .venv first. Settings: PYTHON (the interpreter that makes .venv), TORCH (what to
 # install as torch), and the variables that setup.py names.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -15,7 +17,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export CMAKE_ARGS
 
 .PHONY: help setup build demo test cpp-test python-test sanitize lint format tidy house-rules
-.PHONY: wheel check-wheel clean
+.PHONY: wheel check-wheel check-gpu bench-cpu bench-gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -84,6 +86,19 @@ wheel: $(READY)
 # The same wheel under the torch releases that it must work with.
 check-wheel: wheel
 	tools/check_wheel.sh dist/flashattn_ext-*.whl
+
+# On a machine with a GPU: the tests and compute-sanitizer, on the wheel.
+check-gpu: wheel
+	pip install -q pytest pytest-xdist numpy
+	PYTHON=python tools/check_gpu.sh dist/flashattn_ext-*.whl
+
+bench-cpu: build
+	python -m benchmarks.run --device cpu --threads 2 --output benchmarks/results/cpu.csv
+	python -m benchmarks.plot
+
+bench-gpu: build
+	python -m benchmarks.run --device cuda --output benchmarks/results/cuda.csv
+	python -m benchmarks.plot
 
 clean:
 	rm -rf build dist *.egg-info flashattn_ext/_C.so

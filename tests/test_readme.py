@@ -1,15 +1,19 @@
 """The README's Python blocks run, one after the other in one session, as it says."""
 
+import importlib
 import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+# What makes a tool check its arguments and end.
+NOTHING = {"benchmarks.run": ["--list"], "benchmarks.plot": ["--help"]}
 
 
 def test_python_blocks_run_in_order():
@@ -31,7 +35,7 @@ def commands(name):
     return [*lines, *re.findall(r"`(make [^`]+|\.ci/\w+)`", text)]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_commands_of_a_page_exist(page):
     found = [shlex.split(line, comments=True) for line in commands(page)]
     found = [words for words in found if words]
@@ -43,6 +47,16 @@ def test_commands_of_a_page_exist(page):
 
 
 def command_exists(program, *arguments):
+    if program in ("ncu", "perf"):  # of a Python command, or of what the line before recorded
+        at = arguments.index("python") if "python" in arguments else len(arguments)
+        return command_exists(*arguments[at:]) if arguments[at:] else "perf.data" in arguments
+    if arguments[:1] == ("-m",) and arguments[1].startswith("benchmarks."):
+        sys.path.append(str(ROOT))
+        tool = importlib.import_module(arguments[1])
+        try:
+            return tool.main([*arguments[2:], *NOTHING[arguments[1]]]) == 0
+        except SystemExit as end:
+            return not end.code
     if program == "make":  # -n: says what it would do
         dry_run = ["make", "-n", *arguments]
         return subprocess.run(dry_run, cwd=ROOT, capture_output=True).returncode == 0
