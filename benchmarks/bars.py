@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from benchmarks.report import CASE_FIELDS, Row
+from benchmarks.report import Row, case_of
 
 
 class Measured:
@@ -41,7 +41,7 @@ class Table:
     def __init__(self, rows: Iterable[Row]):
         groups: dict[tuple, list[Row]] = {}
         for row in rows:
-            groups.setdefault(tuple(row[field] for field in CASE_FIELDS), []).append(row)
+            groups.setdefault(case_of(row), []).append(row)
         self.cases = [Measured(group) for group in groups.values()]
 
     def twin(self, case: Measured, options: str, same: tuple[str, ...]) -> Measured | None:

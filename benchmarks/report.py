@@ -40,6 +40,16 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
             writer.writerow({field: written(value) for field, value in row.items()})
 
 
+def joined(kept: list[Row], new: list[Row]) -> list[Row]:
+    """The new rows, behind those of other cases."""
+    cases = {case_of(row) for row in new}
+    return [row for row in kept if case_of(row) not in cases] + new
+
+
+def case_of(row: Row) -> tuple:
+    return tuple(row[field] for field in CASE_FIELDS)
+
+
 def written(value: object) -> object:
     return f"{value:.5g}" if isinstance(value, float) else "" if value is None else value
 

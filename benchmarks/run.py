@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     about = machine.describe(options.device, options.commit)
     dtypes = sorted({case.dtype for cases in chosen.values() for case in cases})
     print(", ".join(f"{key} {value}" for key, value in about.items() if value))
+    keeps = options.append and options.output and options.output.exists()
+    kept = report.read_csv(options.output) if keeps else []
     rows, failures = [], []
     for name, cases in chosen.items():
         # Anew for each suite: they say whether the machine is still the same.
@@ -58,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
                 failures += [row for row in found if is_failure(row)]
                 rows += [row | machine_columns(about, ceilings, case.dtype) for row in found]
         if options.output:
-            report.write_csv(options.output, rows)
+            report.write_csv(options.output, report.joined(kept, rows))
     print_verdicts(rows)
     for row in failures:
         print(f"FAILED: {row['direction']} {row['dtype']} {row['shape']} {row['options']}: "
@@ -80,6 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="regular expression that a case's label must contain")
     parser.add_argument("--peers", nargs="+", choices=CONTENDERS, help="ours is always there")
     parser.add_argument("--output", type=Path, help="CSV file")
+    parser.add_argument("--append", action="store_true", help="keep the file's other cases")
     parser.add_argument("--commit", help="for the rows, where there is no git")
     parser.add_argument("--list", action="store_true", help="the labels of the cases, and end")
     parser.add_argument("--tiny", action="store_true", help="the same kinds of problems, tiny")

@@ -12,6 +12,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).parents[1]
+if (ROOT / "benchmarks" / "run.py").exists():
+    sys.path.append(str(ROOT))  # behind the installed package
+else:  # the tests were copied away from the sources
+    collect_ignore = ["benchmarks"]
 
 # malloc fills memory with the lowest byte of this value ^ 0xff. 0xff everywhere: NaN in any dtype.
 NAN_BYTES_EVERYWHERE = 0x100

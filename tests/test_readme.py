@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,6 @@ def command_exists(program, *arguments):
         at = arguments.index("python") if "python" in arguments else len(arguments)
         return command_exists(*arguments[at:]) if arguments[at:] else "perf.data" in arguments
     if arguments[:1] == ("-m",) and arguments[1].startswith("benchmarks."):
-        sys.path.append(str(ROOT))
         tool = importlib.import_module(arguments[1])
         try:
             return tool.main([*arguments[2:], *NOTHING[arguments[1]]]) == 0

@@ -23,7 +23,7 @@ def rows_of(tmp_path, device, *arguments):
 def test_every_cpu_suite_runs(name, tmp_path, capsys):
     rows = rows_of(tmp_path, "cpu", "--suite", name)
     cases = suites.suite(name, "cpu", tiny=True)
-    assert len({tuple(row[f] for f in report.CASE_FIELDS) for row in rows}) == len(cases)
+    assert len({report.case_of(row) for row in rows}) == len(cases)
     for row in rows:
         assert row["suite"] == name
         assert row["note"] == ""
@@ -63,6 +63,14 @@ def test_only_and_peers_choose(tmp_path):
     assert {(r["implementation"], r["dtype"], r["options"]) for r in rows} == {
         ("ours", "fp32", "causal")
     }
+
+
+def test_append_replaces_a_case_and_keeps_the_others(tmp_path):
+    narrow = ("--suite", "forward", "--peers", "ours", "--only")
+    rows_of(tmp_path, "cpu", *narrow, "1 x 2 x 24")
+    rows = rows_of(tmp_path, "cpu", *narrow, "fp32 1 x 2 x 24", "--append", "--threads", "1")
+    assert len(rows) == 4 and len({report.case_of(row) for row in rows}) == 4
+    assert [row["dtype"] for row in rows] == ["bf16", "bf16", "fp32", "fp32"]
 
 
 def test_a_suite_ends_when_its_time_is_over(capsys):
