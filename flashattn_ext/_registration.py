@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 
+from flashattn_ext._library import build_info
+
 NAMESPACE = "flashattn_ext"
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -23,10 +25,10 @@ def raw_op(name: str) -> torch._ops.OpOverload:
 def devices_with_kernel(name: str) -> tuple[str, ...]:
     """The types of devices that this build has a kernel of the raw op for."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # A build without CUDA registers ops that only say so.
+    keys = {"cpu": "CPU", "cuda": "CUDA"} if build_info().get("cuda") else {"cpu": "CPU"}
     return tuple(
-        device_type
-        for device_type, key in (("cpu", "CPU"), ("cuda", "CUDA"))
-        if has_kernel(f"{NAMESPACE}::{name}", key)
+        device_type for device_type, key in keys.items() if has_kernel(f"{NAMESPACE}::{name}", key)
     )
 
 

@@ -36,8 +36,9 @@ def pytest_report_header():
 
 def has_cuda_kernel(op):
     """Whether this machine can run `torch.ops.flashattn_ext.<op>` on a GPU."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return torch.cuda.is_available() and has_kernel(f"flashattn_ext::{op}", "CUDA")
+    from flashattn_ext._registration import devices_with_kernel
+
+    return torch.cuda.is_available() and "cuda" in devices_with_kernel(op)
 
 
 def devices():
@@ -47,11 +48,25 @@ def devices():
     return found
 
 
+# The ops behind the functions that tests are parametrized over, by the name of the parameter `op`.
+OPS_OF = {
+    "flash": ("flash_attention_forward", "flash_attention_backward"),
+    "varlen": ("flash_attention_varlen_forward", "flash_attention_varlen_backward"),
+    "naive": ("naive_attention_forward", "naive_attention_backward"),
+}
+
+
+def ops_of(request):
+    """The ops that a test runs: those of its parameter `op`, or of its module's list OPS."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    return OPS_OF.get(parameters.get("op"), getattr(request.module, "OPS", ()))
+
+
 @pytest.fixture(params=devices())
 def device(request):
-    """cpu, and cuda where there is a GPU and the module's ops (its list OPS) have CUDA kernels."""
+    """cpu, and cuda where there is a GPU and every op of the test has a CUDA kernel."""
     if request.param == "cuda":
-        for op in getattr(request.module, "OPS", ()):
+        for op in ops_of(request):
             if not has_cuda_kernel(op):
                 pytest.skip(f"{op} has no CUDA kernel")
     return request.param

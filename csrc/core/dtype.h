@@ -62,9 +62,13 @@ FLASHATTN_HD float half_bits_to_float(uint16_t half) {
 
 // float -> bfloat16, round to nearest even; NaN stays NaN.
 FLASHATTN_HD uint16_t float_to_bfloat_bits(float value) {
+#if defined(__CUDA_ARCH__)
+  return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+#else
   const uint32_t bits = bit_cast<uint32_t>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x0040u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
 }
 
 FLASHATTN_HD float bfloat_bits_to_float(uint16_t bits) {

@@ -12,22 +12,6 @@ void flash_forward(const AttentionProblem& problem, const ForwardOutputs& output
 void flash_backward(const AttentionProblem& problem, const BackwardInputs& inputs,
                     const BackwardOutputs& outputs);
 
-struct NaiveOutputs {
-  UntypedView4 out;         // (batch, heads_q, len_q, head_dim_v), dtype
-  UntypedView4 lse;         // (batch, heads_q, len_q, 1), accumulator type
-  UntypedView4 max_logits;  // (batch, heads_q, 1, 1), fp32; absent unless asked for
-  UntypedView4 weights;     // (batch, heads_q, len_q, len_k), dtype; absent unless asked for
-  UntypedView4 probs;       // (batch, heads_q, len_q, len_k), dtype
-};
-
-struct NaiveBackwardInputs {
-  UntypedView4 grad_out;      // (batch, heads_q, len_q, head_dim_v), dtype
-  UntypedView4 grad_lse;      // (batch, heads_q, len_q, 1), accumulator type; may be absent
-  UntypedView4 grad_weights;  // (batch, heads_q, len_q, len_k), dtype; may be absent
-  UntypedView4 probs;         // (batch, heads_q, len_q, len_k), dtype
-  UntypedView4 lse;           // (batch, heads_q, len_q, 1), accumulator type
-};
-
 void naive_forward(const AttentionProblem& problem, const NaiveOutputs& outputs);
 void naive_backward(const AttentionProblem& problem, const NaiveBackwardInputs& inputs,
                     const BackwardOutputs& outputs);

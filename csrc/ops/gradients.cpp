@@ -3,11 +3,11 @@
 namespace flashattn::ops {
 namespace {
 
-Tensor zeros_like_layout(const Tensor& input, bool wanted) {
+Tensor in_layout_of(const Tensor& input, bool wanted, Start start) {
   if (!wanted) return absent_output(input.scalar_type(), input);
   const std::vector<int64_t> sizes = sizes_of(input);
   Tensor grad = empty_strided(sizes, dense_strides_like(input, sizes), input.scalar_type(), input);
-  torch::stable::zero_(grad);
+  if (start == Start::zero) torch::stable::zero_(grad);
   return grad;
 }
 
@@ -33,10 +33,11 @@ UntypedView4 mask_view(const Tensor& sum) {
 }  // namespace
 
 Gradients::Gradients(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& attn_mask, const ScoreOptions& options, Wanted wanted)
-    : query_(zeros_like_layout(query, wanted.query)),
-      key_(zeros_like_layout(key, wanted.key)),
-      value_(zeros_like_layout(value, wanted.value)) {
+                     const OptionalTensor& attn_mask, const ScoreOptions& options, Wanted wanted,
+                     Start start)
+    : query_(in_layout_of(query, wanted.query, start)),
+      key_(in_layout_of(key, wanted.key, start)),
+      value_(in_layout_of(value, wanted.value, start)) {
   const ScalarType real = accumulator_dtype(query.scalar_type());
   const bool float_mask = attn_mask && attn_mask->scalar_type() != ScalarType::Bool;
   mask_ = {attn_mask, zero_sum(attn_mask, wanted.mask && float_mask, real)};

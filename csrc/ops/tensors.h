@@ -94,13 +94,13 @@ class TensorWorkspace {
  public:
   explicit TensorWorkspace(const Tensor& device_of) : device_of_(device_of) {}
   void* operator()(int64_t bytes) {
-    memory_ = empty_contiguous({bytes}, ScalarType::Byte, device_of_);
-    return memory_->mutable_data_ptr();
+    memory_.push_back(empty_contiguous({bytes}, ScalarType::Byte, device_of_));
+    return memory_.back().mutable_data_ptr();
   }
 
  private:
   const Tensor& device_of_;
-  std::optional<Tensor> memory_;
+  std::vector<Tensor> memory_;
 };
 
 }  // namespace flashattn::ops

@@ -32,6 +32,51 @@ SHAPES = (
 )
 
 
+# (heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v): chunks whole and cut, every way to share
+# a row, and rows longer than a block holds.
+ATTENTION = (
+    (2, 2, 5, 8, 4, 4),
+    (4, 2, 9, 33, 8, 3),
+    (2, 1, 3, 700, 8, 8),
+    (2, 2, 17, 1024, 16, 16),
+    (1, 1, 2, 8200, 8, 8),
+    (1, 1, 2, 8201, 8, 8),
+)
+
+
+def naive_attention(dtype):
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    for heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v in ATTENTION:
+        query = torch.randn(2, heads_q, len_q, head_dim, device="cuda", dtype=dtype)
+        key = torch.randn(2, len_k, heads_kv, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+        value = torch.randn(2, heads_kv, len_k, head_dim_v, device="cuda", dtype=dtype)
+        every = {
+            "attn_mask": torch.randn(heads_q, 1, len_k, device="cuda", dtype=dtype),
+            "key_lengths": torch.tensor([len_k, len_k // 2], device="cuda"),
+            "window": (len_k // 2, 3),
+            "alignment": "bottom_right",
+            "dropout_p": 0.3,
+            "softcap": 3.0,
+            "alibi_slopes": torch.rand(heads_q, device="cuda", dtype=real),
+            "sinks": torch.randn(heads_q, device="cuda", dtype=dtype),
+        }
+        for options in ({}, every):
+            tensors = [query, key, value, *options.values()]
+            leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            results = flashattn_ext.naive_attention(
+                query, key, value, return_lse=True, return_max_logits=True, return_weights=True,
+                **options,
+            )  # fmt: skip
+            total = (
+                results[0].sum()
+                + results[3].sum()
+                + results[1].where(torch.isfinite(results[1]), 0).sum().to(dtype)
+            )
+            torch.autograd.grad(total, leaves)
+
+
 def main():
     ops = torch.ops.flashattn_ext
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -42,6 +87,7 @@ def main():
                 for name in ("softmax", "log_softmax"):
                     output = getattr(ops, name).default(tensor, dim)
                     getattr(ops, f"{name}_backward").default(tensor, output, dim, dtype)
+        naive_attention(dtype)
     state = torch.tensor([1, 2], device="cuda")
     for len_k in (32, 33, 128):
         flashattn_ext.dropout_mask(state, 2, 2, 3, len_k, 0.5)
