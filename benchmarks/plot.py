@@ -1,4 +1,4 @@
-"""Draws the rows of benchmarks/results/*.csv as SVGs beside them, and writes the page about them.
+"""Draws the rows in benchmarks/results as SVGs beside them, and writes the pages about them.
 
     python -m benchmarks.plot
 
@@ -27,10 +27,10 @@ DRAWN = ("softmax", "naive", "forward", "backward")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.parse_args(arguments)
-    pictures = {}
     for path in summary.result_files():
-        pictures[path.name] = sorted(p.name for p in draw_file(path, summary.RESULTS))
-    print(summary.write_summary(pictures))
+        for picture in draw_file(path, summary.RESULTS):
+            print(picture)
+    print(*summary.write_pages(), sep="\n")
     return 0
 
 

@@ -275,7 +275,23 @@ def print_ceilings(name: str, ceilings) -> None:
 
 def print_verdicts(rows: list[report.Row]) -> None:
     verdicts = bars.evaluate(rows)
+    for line in disturbances(rows):
+        print(f"\nWARNING: {line}")
     print("\n" + "\n".join(map(str, verdicts)) if verdicts else "\nno bar has a value")
+
+
+def disturbances(rows: list[report.Row]) -> list[str]:
+    """Suites during which the machine was slower than during another one."""
+    control: dict[str, dict[str, float]] = {}
+    for row in rows:
+        control.setdefault(row["dtype"], {})[row["suite"]] = row["control_tflops"]
+    return [
+        f"during {name} the {dtype} matrix product reached {rate / max(rates.values()):.0%} of its "
+        "best: another process, or a throttled clock"
+        for dtype, rates in control.items()
+        for name, rate in rates.items()
+        if rate < 0.85 * max(rates.values())
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the committed rows say, in words: benchmarks/results/README.md."""
+"""What the committed rows say, in words: benchmarks/results/README.md, and in the front page."""
 
 from __future__ import annotations
 
@@ -60,29 +60,27 @@ def bar_lines(rows: list[Row]) -> list[str]:
         count = "geometric mean" if bar.mean else f"{verdict.passed} of {verdict.cases}"
         value = f"{verdict.value:.3g}" if verdict.holds else f"**{verdict.value:.3g}**"
         where = "" if bar.mean else verdict.where
-        lines.append(f"| {bar.text} | {bar.least:.3g} | {value} | {count} | {where} |")
+        lines.append(cells((bar.text, f"{bar.least:.3g}", value, count, where)))
     return lines
 
 
-def group_lines(rows: list[Row]) -> list[str]:
-    """Our best rate and geometric means over peers, by suite, direction, dtype and options."""
+def group_lines(rows: list[Row], fields=("suite", "direction", "dtype", "options")) -> list[str]:
+    """Our best rate, and geometric means over peers, of all cases that are equal in some fields."""
     groups: dict[tuple, list[Measured]] = {}
     for case in Table(rows).cases:
-        key = (case.suite, case.direction, case.dtype, case.options)
-        groups.setdefault(key, []).append(case)
-    lines = [
-        "| suite | direction | dtype | options | cases | best rate | of the bound | times peers |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+        if case.ours("milliseconds"):
+            groups.setdefault(tuple(getattr(case, f) for f in fields), []).append(case)
+    heads = (*fields, "cases", "best rate", "of the bound", "times peers (geometric mean)")
+    lines = [cells(heads), "|---" * len(heads) + "|"]
     for key, cases in groups.items():
-        timed = [case for case in cases if case.ours("milliseconds")]
-        if timed:
-            rate = best_rate(timed)
-            share = max(case.ours("share_of_bound") for case in timed)
-            peers = ", ".join(f"{name} {value:.2f}" for name, value in peer_means(timed).items())
-            cells = (*key, len(timed), rate, f"{share:.0%}", peers)
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
+        share = max(case.ours("share_of_bound") for case in cases)
+        peers = ", ".join(f"{name} {value:.2f}" for name, value in peer_means(cases).items())
+        lines.append(cells((*key, len(cases), best_rate(cases), f"{share:.0%}", peers)))
     return lines
+
+
+def cells(values: Iterable[object]) -> str:
+    return "| " + " | ".join(map(str, values)) + " |"
 
 
 def best_rate(cases: list[Measured]) -> str:
@@ -102,7 +100,43 @@ def peer_means(cases: list[Measured]) -> dict[str, float]:
     return means
 
 
-def write_summary(pictures: dict[str, list[str]]) -> Path:
+def pictures_of(path: Path) -> list[str]:
+    return sorted(picture.name for picture in RESULTS.glob(f"{path.stem}-*.svg"))
+
+
+# ---- The section of the front page ---------------------------------------------------------------
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- speed: written by benchmarks.plot -->", "<!-- end of speed -->"
+SHOWN = ("forward", "backward", "softmax-forward")
+SUITES_SHOWN = ("forward", "backward", "softmax", "naive")
+
+
+def front_section(tables: dict[str, list[Row]]) -> str:
+    """What stands between the marks in the README: a table and pictures for each file of rows."""
+    parts = []
+    for name, rows in tables.items():
+        stem = Path(name).stem
+        pictures = [f"{stem}-{shown}.svg" for shown in SHOWN]
+        chosen = [row for row in rows if row["suite"] in SUITES_SHOWN]
+        lines = [*machines(rows)[:-1], "", *group_lines(chosen, ("suite", "direction")), ""]
+        lines += [f"![{p}](benchmarks/results/{p})" for p in pictures if (RESULTS / p).exists()]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "No rows are committed yet."
+
+
+def with_section(page: str, section: str) -> str:
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+
+
+def write_pages() -> list[Path]:
+    """The page of the results and the section of the front page, of the files as they are."""
+    files = result_files()
+    tables = {path.name: read_csv(path) for path in files}
     page = RESULTS / "README.md"
-    page.write_text(summary({path.name: read_csv(path) for path in result_files()}, pictures))
-    return page
+    if files:
+        page.write_text(summary(tables, {path.name: pictures_of(path) for path in files}))
+    README.write_text(with_section(README.read_text(), front_section(tables)))
+    return [page, README]

@@ -105,6 +105,9 @@ def test_pictures_and_page_are_drawn(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     rows_of(tmp_path, "cpu", "--suite", "forward", "softmax")
     monkeypatch.setattr(summary, "RESULTS", tmp_path)
+    front = tmp_path / "front.md"
+    front.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    monkeypatch.setattr(summary, "README", front)
     assert plot.main([]) == 0
     pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert pictures == [
@@ -116,22 +119,31 @@ def test_pictures_and_page_are_drawn(tmp_path, monkeypatch):
     page = (tmp_path / "README.md").read_text()
     assert all(f"]({name})" in page for name in pictures)
     assert "| forward, times torch | 1.3 |" in page
+    text = front.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| forward | forward | 20 |" in text and "/cpu-rows-forward.svg)" in text
     plot.main([])
     assert before == [(tmp_path / name).read_bytes() for name in pictures], "the same every time"
 
 
-def test_committed_page_is_that_of_the_committed_rows():
-    page = summary.RESULTS / "README.md"
+def test_committed_pages_are_those_of_the_committed_rows():
     files = summary.result_files()
-    if not files:
-        assert not page.exists()
-        return
-    pictures = {
-        path.name: sorted(p.name for p in summary.RESULTS.glob(f"{path.stem}-*.svg"))
-        for path in files
-    }
     tables = {path.name: report.read_csv(path) for path in files}
-    assert page.read_text() == summary.summary(tables, pictures), "run python -m benchmarks.plot"
+    again = "run python -m benchmarks.plot"
+    front = summary.README.read_text()
+    assert front == summary.with_section(front, summary.front_section(tables)), again
+    page = summary.RESULTS / "README.md"
+    assert page.exists() == bool(files)
+    if files:
+        pictures = {path.name: summary.pictures_of(path) for path in files}
+        assert page.read_text() == summary.summary(tables, pictures), again
+
+
+def test_a_disturbed_suite_is_named():
+    rows = [{"suite": name, "dtype": "fp32", "control_tflops": rate}
+            for name, rate in (("forward", 1.0), ("backward", 0.95), ("options", 0.5))]  # fmt: skip
+    (line,) = run.disturbances(rows)
+    assert "during options the fp32 matrix product reached 50%" in line
 
 
 # ---- Bars ----------------------------------------------------------------------------------------
