@@ -32,7 +32,7 @@ case "${1:-}" in
   --tidy)
     # All instruction sets are switched on, so that the file of each can be read.
     isa=()
-    if [ "$(uname -m)" = x86_64 ]; then isa=(-march=x86-64-v4); fi
+    if [ "$(uname -m)" = x86_64 ]; then isa=(-march=sapphirerapids); fi
     files 'csrc/cpu/*.cpp' |
       xargs -P "$(nproc)" -I{} clang-tidy --quiet {} -- -std=c++20 -Icsrc "${isa[@]}" || failed=1
     ;;

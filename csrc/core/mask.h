@@ -18,6 +18,10 @@ struct Range {
   int64_t begin, end;  // half open
   FLASHATTN_HD bool empty() const { return begin >= end; }
   FLASHATTN_HD int64_t size() const { return empty() ? 0 : end - begin; }
+  FLASHATTN_HD Range moved(int64_t by) const { return {begin + by, end + by}; }
+  FLASHATTN_HD Range overlap(Range other) const {
+    return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end};
+  }
 };
 
 // The mask of one sequence. Rows and columns are positions inside the sequence.

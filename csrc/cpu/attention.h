@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/problem.h"
+#include "cpu/microkernels.h"
 
 namespace flashattn::cpu {
 
@@ -26,6 +27,15 @@ void with_element(DType dtype, const Function& function) {
     case DType::float64: return function(double{});
     case DType::boolean: return;  // never an input of attention
   }
+}
+
+// The same with a value of the type that its matrices are multiplied in.
+template <class Function>
+void with_operand(DType dtype, const Function& function) {
+  if (dtype == DType::bfloat16 && multiplies_bfloat16()) {
+    return function(bfloat16{}, bfloat16{});
+  }
+  with_element(dtype, [&](auto element) { function(element, Accumulator<decltype(element)>{}); });
 }
 
 }  // namespace flashattn::cpu

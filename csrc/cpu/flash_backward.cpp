@@ -1,30 +1,31 @@
 // Flash attention backward on the CPU: probabilities are recomputed tile by tile.
 //
-// Four passes, each with a fixed order of additions, so that gradients are bitwise reproducible:
-//   1. row terms    delta = sum(grad_out * out) - grad_lse, and the sinks' gradient
-//   2. key tiles    grad_key and grad_value are owned by a task; grad_query is added into one
-//   partial
-//                   sum per split of the keys
-//   3. grad_query   the partial sums, in order
-//   4. grad_mask    only if asked for: each task owns a tile of the mask's own shape and visits
-//   every
-//                   pair that was broadcast from it
+// Three passes, each with a fixed order of additions, so that gradients are bitwise reproducible:
+//   1. row terms   delta = sum(grad_out * out) - grad_lse, and the sinks' gradient
+//   2. key blocks  a task owns grad_key and grad_value of a block of keys and takes all queries
+//                  that see it through it. grad_query gets its parts in the order of the keys
+//                  (Turns): task after task adds to the same sum, and the last one stores it
+//   3. grad_mask   only where the mask was broadcast: each task owns a tile of the mask's own
+//                  shape and visits every pair that it was broadcast to
 #include <algorithm>
 #include <cmath>
+#include <memory>
 
 #include "core/tile_schedule.h"
 #include "cpu/attention.h"
 #include "cpu/gradient_tile.h"
 #include "cpu/parallel.h"
+#include "cpu/turns.h"
 
 namespace flashattn::cpu {
 namespace {
 
-template <class Element>
+template <class Element, class Operand>
 class BackwardKernel {
   using Real = Accumulator<Element>;
-  using Tile = GradientTile<Element>;
-  static constexpr int64_t kRowBlock = 64;
+  using Tile = GradientTile<Element, Operand>;
+  using Size = GradientTileSize;
+  static constexpr int64_t kRowBlock = 64;  // rows of a task of the first pass
 
  public:
   BackwardKernel(const AttentionProblem& problem, const BackwardInputs& inputs,
@@ -32,26 +33,26 @@ class BackwardKernel {
       : p_(problem),
         inputs_(inputs),
         outputs_(outputs),
-        kernels_(microkernels<Real>()),
+        kernels_(microkernels<Element, Operand>()),
         storage_batch_(p_.sequences.packed() ? 1 : p_.sequences.count),
         query_stride_(padded_columns(p_.head_dim)),
-        row_parts_(divide_up(std::max<int64_t>(p_.sequences.max_len_q, 1), kRowBlock)),
         deltas_(storage_batch_ * p_.heads_q * p_.sequences.storage_q) {}
 
   void run() {
     row_terms();
-    if (outputs_.grad_query || outputs_.grad_key || outputs_.grad_value || outputs_.grad_alibi) {
-      key_tiles();
+    if (outputs_.grad_query || outputs_.grad_key || outputs_.grad_value || outputs_.grad_alibi ||
+        stores_mask_gradient()) {
+      key_blocks();
     }
-    if (outputs_.grad_query) reduce_grad_query();
-    if (outputs_.grad_mask) mask_gradient();
+    if (outputs_.grad_mask && !stores_mask_gradient()) mask_gradient();
   }
 
  private:
   // --- 1. row terms ---
 
   void row_terms() {
-    const TaskGrid grid{p_.sequences.count, p_.heads_q, row_parts_};
+    const int64_t parts = divide_up(std::max<int64_t>(p_.sequences.max_len_q, 1), kRowBlock);
+    const TaskGrid grid{p_.sequences.count, p_.heads_q, parts};
     Buffer<Real> partial_sinks;
     if (outputs_.grad_sinks) {
       partial_sinks = Buffer<Real>(grid.count(), Buffer<Real>::Fill::zero);
@@ -70,31 +71,26 @@ class BackwardKernel {
   // Returns this block's part of the sink's gradient.
   Real row_terms_of(Task task) {
     const Sequence sequence = p_.sequences[task.batch];
-    const Range rows = block_of(task.part, sequence.len_q);
-    const auto grad_out = inputs_.grad_out.as<const Element>();
-    const auto out = inputs_.out.as<const Element>();
-    const auto out_low = inputs_.out_low.as<const Element>();
+    const Range rows{task.part * kRowBlock, std::min((task.part + 1) * kRowBlock, sequence.len_q)};
+    const Range stored = rows.moved(sequence.q_begin);
+    const auto matrix = [&](const UntypedView4& view) {
+      return rows_of<const Element>(view, task.batch, task.head, stored, p_.head_dim_v);
+    };
+    Real dots[kRowBlock], low_dots[kRowBlock] = {};
+    kernels_.row_dots(matrix(inputs_.grad_out), matrix(inputs_.out), dots);
+    if (inputs_.out_low) {
+      kernels_.row_dots(matrix(inputs_.grad_out), matrix(inputs_.out_low), low_dots);
+    }
     const auto lse = inputs_.lse.as<const Real>();
     const auto lse_low = inputs_.lse_low.as<const Real>();
     const auto grad_lse = inputs_.grad_lse.as<const Real>();
     Real grad_sink = 0;
-    for (int64_t i = rows.begin; i < rows.end; ++i) {
-      const int64_t row = sequence.q_begin + i;
+    for (int64_t r = 0; r < rows.size(); ++r) {
+      const int64_t row = stored.begin + r;
       const Real row_lse = *lse.at(task.batch, task.head, row);
       Real delta = 0;
       if (row_lse != kNegativeInfinity<Real>) {
-        const Element* a = grad_out.at(task.batch, task.head, row);
-        const Element* b = out.at(task.batch, task.head, row);
-        for (int64_t c = 0; c < p_.head_dim_v; ++c) {
-          delta += convert<Real>(a[c * grad_out.stride[3]]) * convert<Real>(b[c * out.stride[3]]);
-        }
-        if (out_low) {
-          const Element* low = out_low.at(task.batch, task.head, row);
-          for (int64_t c = 0; c < p_.head_dim_v; ++c) {
-            delta += convert<Real>(a[c * grad_out.stride[3]]) *
-                     convert<Real>(low[c * out_low.stride[3]]);
-          }
-        }
+        delta = dots[r] + low_dots[r];
         if (grad_lse) delta -= *grad_lse.at(task.batch, task.head, row);
         if (outputs_.grad_sinks) {
           const Real low = lse_low ? *lse_low.at(task.batch, task.head, row) : Real(0);
@@ -107,158 +103,190 @@ class BackwardKernel {
     return grad_sink;
   }
 
-  // --- 2. key tiles ---
+  // --- 2. key blocks ---
 
   struct Scratch {
     Tile tile;
-    Buffer<Real> grad_key;    // (keys, padded head_dim)
-    Buffer<Real> grad_value;  // (keys, padded head_dim_v)
+    Buffer<Real> grad_key_t;    // (padded head_dim, block's keys)
+    Buffer<Real> grad_value_t;  // (padded head_dim_v, block's keys)
 
-    explicit Scratch(const BackwardKernel& kernel)
-        : tile(kernel.p_, kernel.inputs_),
-          grad_key(GradientTileSize::kKeys * kernel.query_stride_),
-          grad_value(GradientTileSize::kKeys * padded_columns(kernel.p_.head_dim_v)) {}
+    explicit Scratch(const BackwardKernel& k)
+        : tile(k.p_, k.inputs_, k.block_),
+          grad_key_t(padded_columns(k.p_.head_dim) * tile.keys_stride()),
+          grad_value_t(padded_columns(k.p_.head_dim_v) * tile.keys_stride()) {}
   };
 
-  void key_tiles() {
-    const int64_t tiles =
-        divide_up(std::max<int64_t>(p_.sequences.max_len_k, 1), GradientTileSize::kKeys);
-    splits_ = backward_key_splits(p_.sequences.count * p_.heads_kv, tiles);
-    split_size_ = storage_batch_ * p_.heads_q * p_.sequences.storage_q * query_stride_;
-    if (outputs_.grad_query) {
-      grad_query_ = Buffer<Real>(splits_ * split_size_, Buffer<Real>::Fill::zero);
+  // Results depend on neither the block's size nor the number of threads: every sum is made tile by
+  // tile in the same order.
+  void key_blocks() {
+    constexpr int64_t kTasksPerThread = 4;
+    const int64_t heads = p_.sequences.count * p_.heads_kv;
+    const int64_t longest = std::max<int64_t>(p_.sequences.max_len_k, 1);
+    block_ = Size::kMostKeys;
+    while (block_ > Size::kKeys &&
+           heads * divide_up(longest, block_) < kTasksPerThread * max_threads()) {
+      block_ /= 2;
     }
+    query_tiles_ = divide_up(std::max<int64_t>(p_.sequences.max_len_q, 1), Size::kQueries);
+    if (outputs_.grad_query) {
+      grad_query_ =
+          Buffer<Real>(storage_batch_ * p_.heads_q * p_.sequences.storage_q * query_stride_);
+    }
+    const int64_t key_tiles = divide_up(longest, Size::kKeys);
     if (outputs_.grad_alibi) {
       grad_alibi_ =
-          Buffer<Real>(splits_ * p_.sequences.count * p_.heads_q, Buffer<Real>::Fill::zero);
+          Buffer<Real>(key_tiles * p_.sequences.count * p_.heads_q, Buffer<Real>::Fill::zero);
     }
-    const TaskGrid grid{p_.sequences.count, p_.heads_kv, splits_};
+    Turns turns(outputs_.grad_query ? p_.sequences.count * p_.heads_q * query_tiles_ : 0);
+    // Blocks vary slowest: tasks that add to the same grad_query shall be far apart.
+    const TaskGrid grid{divide_up(longest, block_), p_.sequences.count, p_.heads_kv};
     parallel_for_each(
-        grid.count(), [&] { return Scratch(*this); },
-        [&](int64_t index, Scratch& scratch) { run_split(grid[index], scratch); });
-    if (outputs_.grad_alibi) reduce_grad_alibi();
+        grid.count(), [&] { return turns.guard([&] { return std::make_unique<Scratch>(*this); }); },
+        [&](int64_t index, std::unique_ptr<Scratch>& scratch) {
+          const Task task = grid[index];
+          turns.guard([&] { run_block(task.batch, task.head, task.part, turns, *scratch); });
+        });
+    if (outputs_.grad_alibi) reduce_grad_alibi(key_tiles);
   }
 
-  // A split takes every splits-th key tile, which balances a causal mask.
-  void run_split(Task task, Scratch& s) {
-    const Sequence sequence = p_.sequences[task.batch];
+  void run_block(int64_t block, int64_t batch, int64_t kv_head, Turns& turns, Scratch& s) {
+    const Sequence sequence = p_.sequences[batch];
     const SequenceMask mask = p_.mask_rule.for_sequence(sequence.len_q, sequence.len_k);
-    const Tiles tiles{{0, sequence.len_k}, GradientTileSize::kKeys};
-    for (int64_t t = task.part; t < tiles.count(); t += splits_) {
-      const Range keys = tiles[t];
-      const Range rows = mask.queries_for(keys);
-      if (rows.empty()) continue;
-      s.tile.load_keys(task.batch, task.head, sequence, keys);
-      std::fill_n(s.grad_key.data(), keys.size() * query_stride_, Real(0));
-      std::fill_n(s.grad_value.data(), keys.size() * padded_columns(p_.head_dim_v), Real(0));
-      const int64_t first = task.head * p_.group_size();
-      for (int64_t head = first; head < first + p_.group_size(); ++head) {
-        const Tiles row_tiles = aligned_tiles(rows, GradientTileSize::kQueries);
-        for (int64_t q = 0; q < row_tiles.count(); ++q) {
-          add_tile(task, head, sequence, mask, row_tiles[q], keys, s);
-        }
+    const Range keys{block * block_, std::min((block + 1) * block_, sequence.len_k)};
+    const Range rows = keys.empty() ? Range{0, 0} : mask.queries_for(keys);
+    if (rows.empty()) return;
+    s.tile.load_keys(batch, kv_head, sequence, keys);
+    std::fill_n(s.grad_key_t.data(), padded_columns(p_.head_dim) * s.tile.keys_stride(), Real(0));
+    std::fill_n(s.grad_value_t.data(), padded_columns(p_.head_dim_v) * s.tile.keys_stride(),
+                Real(0));
+    const int64_t first = kv_head * p_.group_size();
+    for (int64_t head = first; head < first + p_.group_size(); ++head) {
+      const ScoreTerms<Real> terms(p_, batch, head, mask);
+      const Tiles row_tiles = aligned_tiles({rows.begin, sequence.len_q}, Size::kQueries);
+      for (int64_t q = 0; q < row_tiles.count(); ++q) {
+        const Range seen = mask.keys_for(row_tiles[q]);
+        if (seen.overlap(keys).empty()) continue;
+        const int64_t tile =
+            (batch * p_.heads_q + head) * query_tiles_ + row_tiles[q].begin / Size::kQueries;
+        const BlockOrder order{seen.begin / block_, block, (seen.end - 1) / block_};
+        add_queries(batch, head, sequence, terms, row_tiles[q], keys, order, tile, turns, s);
       }
-      store_key_gradients(task, sequence, keys, s);
     }
-  }
-
-  void add_tile(Task task, int64_t head, const Sequence& sequence, const SequenceMask& mask,
-                Range rows, Range keys, Scratch& s) {
-    const int64_t row = sequence.q_begin + rows.begin;
-    Tile& tile = s.tile;
-    tile.load_queries(task.batch, head, sequence, rows);
-    tile.compute(task.batch, head, sequence, mask, delta_of(task.batch, head, row));
-    const int64_t stride = tile.stride(), value_stride = padded_columns(p_.head_dim_v);
-    if (outputs_.grad_value) {
-      kernels_.multiply({keys.size(), value_stride, rows.size(), tile.weights(), 1, stride,
-                         tile.grad_out(), value_stride, s.grad_value.data(), value_stride,
-                         Store::accumulate});
-    }
+    const Real scale = static_cast<Real>(p_.scale);
+    const Range stored = keys.moved(sequence.k_begin);
     if (outputs_.grad_key) {
-      kernels_.multiply({keys.size(), query_stride_, rows.size(), tile.grad_dots(), 1, stride,
-                         tile.queries(), query_stride_, s.grad_key.data(), query_stride_,
-                         Store::accumulate});
-    }
-    if (outputs_.grad_query) {
-      kernels_.multiply({rows.size(), query_stride_, keys.size(), tile.grad_dots(), stride, 1,
-                         tile.keys(), query_stride_,
-                         grad_query_of(task.part, task.batch, head, row), query_stride_,
-                         Store::accumulate});
-    }
-    if (outputs_.grad_alibi) {
-      Real sum = 0;
-      for (int64_t r = 0; r < rows.size(); ++r) {
-        const Real* grads = tile.grad_scores() + r * stride;
-        for (int64_t c = 0; c < keys.size(); ++c) {
-          const Real distance = alibi_distance<Real>(rows.begin + r, mask.shift, keys.begin + c);
-          sum += grads[c] * distance;
-        }
-      }
-      grad_alibi_[(task.part * p_.sequences.count + task.batch) * p_.heads_q + head] += sum;
-    }
-  }
-
-  void store_key_gradients(Task task, const Sequence& sequence, Range keys, Scratch& s) {
-    const int64_t row = sequence.k_begin + keys.begin;
-    if (outputs_.grad_key) {
-      store_rows(outputs_.grad_key, task.batch, task.head, row, keys.size(), p_.head_dim,
-                 s.grad_key.data());
+      kernels_.store_transposed(
+          s.grad_key_t.data(), s.tile.keys_stride(), scale,
+          rows_of<Element>(outputs_.grad_key, batch, kv_head, stored, p_.head_dim));
     }
     if (outputs_.grad_value) {
-      store_rows(outputs_.grad_value, task.batch, task.head, row, keys.size(), p_.head_dim_v,
-                 s.grad_value.data());
+      kernels_.store_transposed(
+          s.grad_value_t.data(), s.tile.keys_stride(), Real(1),
+          rows_of<Element>(outputs_.grad_value, batch, kv_head, stored, p_.head_dim_v));
     }
   }
 
-  static void store_rows(const UntypedView4& view, int64_t batch, int64_t head, int64_t first_row,
-                         int64_t rows, int64_t columns, const Real* packed) {
-    const auto to = view.as<Element>();
-    for (int64_t r = 0; r < rows; ++r) {
-      store_row(packed + r * padded_columns(columns), columns, Real(1),
-                to.at(batch, head, first_row + r), to.stride[3]);
+  // The blocks of keys that a tile of queries sees: the first, this one and the last.
+  struct BlockOrder {
+    int64_t first, current, last;
+  };
+
+  // One tile of queries against a block of keys.
+  void add_queries(int64_t batch, int64_t head, const Sequence& sequence,
+                   const ScoreTerms<Real>& terms, Range rows, Range keys, BlockOrder order,
+                   int64_t sum, Turns& turns, Scratch& s) {
+    const int64_t row = sequence.q_begin + rows.begin;  // in the storage
+    Real* grad_query = grad_query_ ? grad_query_of(batch, head, row) : nullptr;
+    s.tile.load_queries(batch, head, sequence, rows, delta_of(batch, head, row));
+    if (grad_query) {
+      turns.wait(sum, order.current - order.first);
+      if (order.current == order.first) {
+        std::fill_n(grad_query, rows.size() * query_stride_, Real(0));
+      }
     }
+    const Tiles tiles{keys, Size::kKeys};
+    for (int64_t t = 0; t < tiles.count(); ++t) {
+      // Along the diagonal thin tiles compute less that is hidden.
+      const bool whole = terms.mask.all_visible(rows, tiles[t]);
+      const Tiles pieces{rows, whole ? Size::kQueries : Size::kDiagonalQueries};
+      for (int64_t i = 0; i < pieces.count(); ++i) {
+        const Range seen = from_multiple(tiles[t], terms.mask.keys_for(pieces[i]));
+        if (seen.empty()) continue;
+        s.tile.compute(batch, head, terms, pieces[i], seen);
+        if (outputs_.grad_value) s.tile.add_grad_value(s.grad_value_t.data());
+        if (outputs_.grad_key) s.tile.add_grad_key(s.grad_key_t.data());
+        if (grad_query) s.tile.add_grad_query(grad_query, query_stride_, Store::accumulate);
+        if (outputs_.grad_alibi) {
+          const int64_t key_tile = keys.begin / Size::kKeys + t;
+          grad_alibi_[(key_tile * p_.sequences.count + batch) * p_.heads_q + head] +=
+              alibi_gradient(s.tile, terms.mask.shift);
+        }
+        if (stores_mask_gradient()) store_mask_gradient(batch, head, s.tile);
+      }
+    }
+    if (!grad_query) return;
+    if (order.current == order.last) {
+      kernels_.store(grad_query, query_stride_, static_cast<Real>(p_.scale),
+                     rows_of<Element>(outputs_.grad_query, batch, head,
+                                      rows.moved(sequence.q_begin), p_.head_dim));
+    }
+    turns.finish(sum);
   }
 
-  void reduce_grad_alibi() {
+  // The part of a tile that `seen` covers, begun at a multiple of 32 from the tile's first.
+  static Range from_multiple(Range tile, Range seen) {
+    const Range part = tile.overlap(seen);
+    return {tile.begin + (part.begin - tile.begin) / 32 * 32, part.end};
+  }
+
+  static Real alibi_gradient(const Tile& tile, int64_t shift) {
+    Real sum = 0;
+    for (int64_t i = tile.rows().begin; i < tile.rows().end; ++i) {
+      const Real* grads = tile.grad_scores() + (i - tile.rows().begin) * Tile::kStride;
+      for (int64_t c = 0; c < tile.keys().size(); ++c) {
+        sum += grads[c] * alibi_distance<Real>(i, shift, tile.keys().begin + c);
+      }
+    }
+    return sum;
+  }
+
+  void reduce_grad_alibi(int64_t key_tiles) {
     const auto grad_alibi = outputs_.grad_alibi.as<Real>();
-    for (int64_t split = 0; split < splits_; ++split) {
+    for (int64_t tile = 0; tile < key_tiles; ++tile) {
       for (int64_t batch = 0; batch < p_.sequences.count; ++batch) {
         for (int64_t head = 0; head < p_.heads_q; ++head) {
           *grad_alibi.at(batch, head) +=
-              grad_alibi_[(split * p_.sequences.count + batch) * p_.heads_q + head];
+              grad_alibi_[(tile * p_.sequences.count + batch) * p_.heads_q + head];
         }
       }
     }
   }
 
-  // --- 3. grad_query ---
-
-  void reduce_grad_query() {
-    const TaskGrid grid{p_.sequences.count, p_.heads_q, row_parts_};
-    parallel_for_each(grid.count(), [&](int64_t index) {
-      const Task task = grid[index];
-      const Sequence sequence = p_.sequences[task.batch];
-      const Range rows = block_of(task.part, sequence.len_q);
-      if (rows.empty()) return;
-      const int64_t row = sequence.q_begin + rows.begin;
-      Real* sum = grad_query_of(0, task.batch, task.head, row);
-      for (int64_t split = 1; split < splits_; ++split) {
-        const Real* part = grad_query_of(split, task.batch, task.head, row);
-        for (int64_t i = 0; i < rows.size() * query_stride_; ++i) sum[i] += part[i];
-      }
-      store_rows(outputs_.grad_query, task.batch, task.head, row, rows.size(), p_.head_dim, sum);
-    });
+  // A mask that was broadcast over nothing has a gradient for each pair: the second pass stores it.
+  bool stores_mask_gradient() const {
+    if (!outputs_.grad_mask) return false;
+    const int64_t* size = outputs_.grad_mask.size;
+    return size[0] == p_.sequences.count && size[1] == p_.heads_q &&
+           size[2] == p_.sequences.storage_q && size[3] == p_.sequences.storage_k;
   }
 
-  // --- 4. grad_mask ---
+  void store_mask_gradient(int64_t batch, int64_t head, const Tile& tile) {
+    const auto grad_mask = outputs_.grad_mask.as<Real>();
+    for (int64_t i = tile.rows().begin; i < tile.rows().end; ++i) {
+      const Real* grads = tile.grad_scores() + (i - tile.rows().begin) * Tile::kStride;
+      Real* to = grad_mask.at(batch, head, i, tile.keys().begin);
+      for (int64_t c = 0; c < tile.keys().size(); ++c) to[c * grad_mask.stride[3]] = grads[c];
+    }
+  }
+
+  // --- 3. grad_mask ---
 
   struct MaskScratch {
     Tile tile;
     Buffer<Real> sum;  // (queries | 1, keys | 1)
 
     explicit MaskScratch(const BackwardKernel& kernel)
-        : tile(kernel.p_, kernel.inputs_),
-          sum(GradientTileSize::kQueries * GradientTileSize::kKeys) {}
+        : tile(kernel.p_, kernel.inputs_, Size::kKeys), sum(Size::kQueries * Size::kKeys) {}
   };
 
   // Where dimension d of the mask was broadcast, a task covers all of it; else one index or tile.
@@ -270,17 +298,16 @@ class BackwardKernel {
 
   void mask_gradient() {
     const int64_t* size = outputs_.grad_mask.size;
-    const int64_t row_tiles = divide_up(size[2], GradientTileSize::kQueries);
-    const int64_t key_tiles = divide_up(size[3], GradientTileSize::kKeys);
+    const int64_t row_tiles = divide_up(size[2], Size::kQueries);
+    const int64_t key_tiles = divide_up(size[3], Size::kKeys);
     const TaskGrid grid{size[0], size[1], row_tiles * key_tiles};
     parallel_for_each(
         grid.count(), [&] { return MaskScratch(*this); },
         [&](int64_t index, MaskScratch& s) {
           const Task task = grid[index];
           const Range rows =
-              covered(2, task.part / key_tiles, p_.sequences.storage_q, GradientTileSize::kQueries);
-          const Range keys =
-              covered(3, task.part % key_tiles, p_.sequences.storage_k, GradientTileSize::kKeys);
+              covered(2, task.part / key_tiles, p_.sequences.storage_q, Size::kQueries);
+          const Range keys = covered(3, task.part % key_tiles, p_.sequences.storage_k, Size::kKeys);
           run_mask_tile(task, rows, keys, s);
         });
   }
@@ -310,20 +337,21 @@ class BackwardKernel {
   void add_mask_tiles(int64_t batch, int64_t head, const Sequence& sequence, Range rows, Range keys,
                       int64_t sum_rows, int64_t sum_keys, MaskScratch& s) {
     const SequenceMask mask = p_.mask_rule.for_sequence(sequence.len_q, sequence.len_k);
-    const Tiles key_tiles = aligned_tiles(keys, GradientTileSize::kKeys);
+    const Tiles key_tiles = aligned_tiles(keys, Size::kKeys);
     for (int64_t k = 0; k < key_tiles.count(); ++k) {
       const Range key_tile = key_tiles[k];
       const Range seen = mask.queries_for(key_tile);
       const Range seen_rows{std::max(rows.begin, seen.begin), std::min(rows.end, seen.end)};
       if (seen_rows.empty()) continue;
       s.tile.load_keys(batch, p_.kv_head(head), sequence, key_tile);
-      const Tiles row_tiles = aligned_tiles(seen_rows, GradientTileSize::kQueries);
+      const ScoreTerms<Real> terms(p_, batch, head, mask);
+      const Tiles row_tiles = aligned_tiles(seen_rows, Size::kQueries);
       for (int64_t q = 0; q < row_tiles.count(); ++q) {
         const Range row_tile = row_tiles[q];
-        s.tile.load_queries(batch, head, sequence, row_tile);
-        s.tile.compute(batch, head, sequence, mask, delta_of(batch, head, row_tile.begin));
+        s.tile.load_queries(batch, head, sequence, row_tile, delta_of(batch, head, row_tile.begin));
+        s.tile.compute(batch, head, terms, row_tile, key_tile);
         for (int64_t r = 0; r < row_tile.size(); ++r) {
-          const Real* grads = s.tile.grad_scores() + r * s.tile.stride();
+          const Real* grads = s.tile.grad_scores() + r * Tile::kStride;
           Real* sum =
               s.sum.data() + (sum_rows == 1 ? 0 : row_tile.begin - rows.begin + r) * sum_keys;
           for (int64_t c = 0; c < key_tile.size(); ++c) {
@@ -336,9 +364,6 @@ class BackwardKernel {
 
   // --- shared ---
 
-  static Range block_of(int64_t part, int64_t length) {
-    return {part * kRowBlock, std::min((part + 1) * kRowBlock, length)};
-  }
   // Row of the (batch, heads_q, storage_q) arrays; packed sequences share one batch entry.
   int64_t row_index(int64_t batch, int64_t head, int64_t row) const {
     const int64_t entry = p_.sequences.packed() ? 0 : batch;
@@ -347,27 +372,28 @@ class BackwardKernel {
   Real* delta_of(int64_t batch, int64_t head, int64_t row) const {
     return deltas_.data() + row_index(batch, head, row);
   }
-  Real* grad_query_of(int64_t split, int64_t batch, int64_t head, int64_t row) const {
-    return grad_query_.data() + split * split_size_ + row_index(batch, head, row) * query_stride_;
+  Real* grad_query_of(int64_t batch, int64_t head, int64_t row) const {
+    return grad_query_.data() + row_index(batch, head, row) * query_stride_;
   }
 
   const AttentionProblem& p_;
   const BackwardInputs& inputs_;
   const BackwardOutputs& outputs_;
-  const Microkernels<Real>& kernels_;
-  const int64_t storage_batch_, query_stride_, row_parts_;
-  int64_t splits_ = 1, split_size_ = 0;
+  const Microkernels<Element, Operand>& kernels_;
+  const int64_t storage_batch_, query_stride_;
+  int64_t block_ = 0;        // keys of a task of the second pass
+  int64_t query_tiles_ = 0;  // of the longest sequence
   Buffer<Real> deltas_;      // (storage batch, heads_q, storage_q)
-  Buffer<Real> grad_query_;  // (splits, storage batch, heads_q, storage_q, padded head_dim)
-  Buffer<Real> grad_alibi_;  // (splits, batch, heads_q)
+  Buffer<Real> grad_query_;  // (storage batch, heads_q, storage_q, padded head_dim), unscaled
+  Buffer<Real> grad_alibi_;  // (key tiles, batch, heads_q)
 };
 
 }  // namespace
 
 void flash_backward(const AttentionProblem& problem, const BackwardInputs& inputs,
                     const BackwardOutputs& outputs) {
-  with_element(problem.dtype, [&](auto element) {
-    BackwardKernel<decltype(element)>(problem, inputs, outputs).run();
+  with_operand(problem.dtype, [&](auto element, auto operand) {
+    BackwardKernel<decltype(element), decltype(operand)>(problem, inputs, outputs).run();
   });
 }
 

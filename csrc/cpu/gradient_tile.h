@@ -1,140 +1,201 @@
 // The recomputed probabilities of one tile and the gradient of its scores: what backward does
 // before it multiplies with query, key or grad_out. Shared by the passes of backward.
+//
+// All operands are packed so that every product reads its tile as it lies: products that sum over
+// queries give transposed results, (head_dim, keys).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/online_softmax.h"
 #include "core/problem.h"
-#include "core/softmax_gradient.h"
 #include "cpu/microkernels.h"
-#include "cpu/pack.h"
-#include "cpu/score_terms.h"
 #include "cpu/scratch.h"
 
 namespace flashattn::cpu {
 
 struct GradientTileSize {
-  static constexpr int64_t kQueries = 64;
+  static constexpr int64_t kQueries = 64, kDiagonalQueries = 32;
   static constexpr int64_t kKeys = 128;
+  static constexpr int64_t kMostKeys = 512;  // packed at a time
 };
 
-template <class Element>
+template <class Element, class Operand>
 class GradientTile {
   using Real = Accumulator<Element>;
   static constexpr int64_t kQueries = GradientTileSize::kQueries;
-  static constexpr int64_t kKeys = GradientTileSize::kKeys;
+  static constexpr bool kPacks =
+      !std::is_same_v<Operand, Real>;  // tiles become operands by packing
 
  public:
-  GradientTile(const AttentionProblem& problem, const BackwardInputs& inputs)
+  static constexpr int64_t kPair = sizeof(Operand) == 2 ? 2 : 1;
+  static constexpr int64_t kStride = spread_stride(GradientTileSize::kKeys);
+  static constexpr int64_t kLeftStride = padded_depth<Operand>(kStride);
+  static constexpr int64_t kQueryStride = padded_depth<Operand>(kQueries);
+
+  // most_keys: of a block.
+  GradientTile(const AttentionProblem& problem, const BackwardInputs& inputs, int64_t most_keys)
       : p_(problem),
         inputs_(inputs),
-        kernels_(microkernels<Real>()),
-        keys_(kKeys * padded_columns(p_.head_dim)),
-        keys_t_(p_.head_dim * kKeys),
-        values_t_(p_.head_dim_v * kKeys),
-        queries_(kQueries * padded_columns(p_.head_dim)),
-        grad_out_(kQueries * padded_columns(p_.head_dim_v)),
-        weights_(kQueries * kKeys),
-        grad_scores_(kQueries * kKeys),
-        grad_dots_(kQueries * kKeys),
-        factors_(kKeys) {}
+        kernels_(microkernels<Element, Operand>()),
+        use_(kernels_),
+        keys_stride_(spread_stride(most_keys)),
+        key_stride_(spread_stride(p_.head_dim)),
+        depth_(padded_depth<Operand>(p_.head_dim)),
+        depth_v_(padded_depth<Operand>(p_.head_dim_v)),
+        keys_(round_up(most_keys, 32) * key_stride_),
+        keys_t_(depth_ * keys_stride_),
+        values_t_(depth_v_ * keys_stride_),
+        queries_(kQueries * depth_),
+        queries_t_(depth_ * kQueryStride),
+        grad_out_(kQueries * depth_v_),
+        grad_out_t_(depth_v_ * kQueryStride),
+        lse_(kQueries),
+        weights_(kQueries * kStride),
+        grads_(kQueries * kStride),
+        slopes_(p_.softcap > 0 ? kQueries * kStride : 0),
+        factors_(p_.dropout ? kQueries * kStride : 0),
+        weights_right_(kPacks ? kQueries * kStride : 0),
+        dots_left_(kPacks ? kQueries * kLeftStride : 0),
+        dots_right_(kPacks ? kQueries * kStride : 0) {}
 
   void load_keys(int64_t batch, int64_t kv_head, const Sequence& sequence, Range keys) {
-    keys_range_ = keys;
-    const auto key = matrix(p_.key, batch, kv_head, sequence.k_begin, keys, p_.head_dim);
-    const auto value = matrix(p_.value, batch, kv_head, sequence.k_begin, keys, p_.head_dim_v);
-    pack(key, keys_.data());
-    pack_transposed(key, keys_t_.data());
-    pack_transposed(value, values_t_.data());
+    loaded_keys_ = keys;
+    const Range rows = keys.moved(sequence.k_begin);
+    const auto key = rows_of<const Element>(p_.key, batch, kv_head, rows, p_.head_dim);
+    const auto value = rows_of<const Element>(p_.value, batch, kv_head, rows, p_.head_dim_v);
+    kernels_.pack_right(key, keys_.data(), key_stride_);
+    kernels_.pack_right_transposed(key, keys_t_.data(), keys_stride_);
+    kernels_.pack_right_transposed(value, values_t_.data(), keys_stride_);
   }
 
-  void load_queries(int64_t batch, int64_t head, const Sequence& sequence, Range rows) {
-    rows_range_ = rows;
-    pack(matrix(p_.query, batch, head, sequence.q_begin, rows, p_.head_dim), queries_.data());
-    pack(matrix(inputs_.grad_out, batch, head, sequence.q_begin, rows, p_.head_dim_v),
-         grad_out_.data());
-  }
-
-  // Fills weights, grad_scores and grad_dots for the loaded keys and queries. `deltas` holds the
-  // row terms of the loaded rows.
-  void compute(int64_t batch, int64_t head, const Sequence& sequence, const SequenceMask& mask,
-               const Real* deltas) {
-    const int64_t rows = rows_range_.size(), count = keys_range_.size(), stride = this->stride();
-    kernels_.multiply({rows, stride, p_.head_dim, queries_.data(), padded_columns(p_.head_dim), 1,
-                       keys_t_.data(), stride, weights_.data(), stride, Store::overwrite});
-    kernels_.multiply({rows, stride, p_.head_dim_v, grad_out_.data(), padded_columns(p_.head_dim_v),
-                       1, values_t_.data(), stride, grad_scores_.data(), stride, Store::overwrite});
-    // Until it is multiplied by the score's gradient, grad_dots holds the slope of the score.
-    ScoreTerms<Real>(p_, batch, head, mask)
-        .apply(rows_range_, keys_range_, weights_.data(), stride, grad_dots_.data());
-
+  // `deltas` holds the row terms of the rows.
+  void load_queries(int64_t batch, int64_t head, const Sequence& sequence, Range rows,
+                    const Real* deltas) {
+    loaded_rows_ = rows;
+    deltas_ = deltas;
+    const Range stored = rows.moved(sequence.q_begin);
+    const auto query = rows_of<const Element>(p_.query, batch, head, stored, p_.head_dim);
+    const auto grad_out =
+        rows_of<const Element>(inputs_.grad_out, batch, head, stored, p_.head_dim_v);
+    kernels_.pack_left(query, queries_.data(), depth_);
+    kernels_.pack_left_transposed(query, queries_t_.data(), kQueryStride);
+    kernels_.pack_left(grad_out, grad_out_.data(), depth_v_);
+    kernels_.pack_left_transposed(grad_out, grad_out_t_.data(), kQueryStride);
     const auto lse = inputs_.lse.as<const Real>();
     const auto lse_low = inputs_.lse_low.as<const Real>();
-    const Real keep_scale = static_cast<Real>(p_.dropout.keep_scale());
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t i = sequence.q_begin + rows_range_.begin + r;
-      const LogSumExp<Real> row_lse{*lse.at(batch, head, i),
-                                    lse_low ? *lse_low.at(batch, head, i) : Real(0)};
-      Real* weights = weights_.data() + r * stride;
-      Real* grads = grad_scores_.data() + r * stride;
-      Real* dots = grad_dots_.data() + r * stride;
-      if (row_lse.high == kNegativeInfinity<Real>) {  // the row saw no key
-        std::fill_n(weights, count, Real(0));
-        std::fill_n(grads, count, Real(0));
-        std::fill_n(dots, count, Real(0));
-        continue;
-      }
-      kernels_.exp_row(weights, count, row_lse.high, row_lse.low);
-      if (p_.dropout) {
-        const DropoutStream stream = p_.dropout.stream(batch, p_.heads_q, head);
-        dropout_factors(stream, rows_range_.begin + r, keys_range_, keep_scale, factors_.data());
-        for (int64_t c = 0; c < count; ++c) {
-          grads[c] = score_gradient(weights[c], grads[c], factors_[c], deltas[r]);
-          weights[c] *= factors_[c];
-        }
-      } else {
-        for (int64_t c = 0; c < count; ++c) {
-          grads[c] = score_gradient(weights[c], grads[c], Real(1), deltas[r]);
-        }
-      }
-      for (int64_t c = 0; c < count; ++c) dots[c] *= grads[c];
+    for (int64_t r = 0; r < rows.size(); ++r) {
+      const int64_t i = sequence.q_begin + rows.begin + r;
+      lse_[r] = {*lse.at(batch, head, i), lse_low ? *lse_low.at(batch, head, i) : Real(0)};
     }
   }
 
-  // Row stride of the three results, (rows, keys) each.
-  int64_t stride() const { return padded_columns(keys_range_.size()); }
-  const Real* weights() const { return weights_.data(); }          // probabilities after dropout
-  const Real* grad_scores() const { return grad_scores_.data(); }  // d loss / d score
-  const Real* grad_dots() const { return grad_dots_.data(); }      // d loss / d (query * key)
+  // Fills weights, grad_scores and grad_dots for some of the loaded queries and keys; both ranges
+  // begin at a multiple of 32 from the first loaded one.
+  void compute(int64_t batch, int64_t head, const ScoreTerms<Real>& terms, Range rows, Range keys) {
+    rows_ = rows;
+    keys_range_ = keys;
+    const int64_t row = rows.begin - loaded_rows_.begin, column = keys.begin - loaded_keys_.begin;
+    const int64_t columns = padded_columns(keys.size());
+    kernels_.multiply({rows.size(), columns, p_.head_dim, queries_.data() + row * depth_, depth_,
+                       keys_t_.data() + column * kPair, keys_stride_, weights_.data(), kStride,
+                       Store::overwrite});
+    kernels_.multiply({rows.size(), columns, p_.head_dim_v, grad_out_.data() + row * depth_v_,
+                       depth_v_, values_t_.data() + column * kPair, keys_stride_, grads_.data(),
+                       kStride, Store::overwrite});
+    if (p_.dropout) {
+      const DropoutStream stream = p_.dropout.stream(batch, p_.heads_q, head);
+      kernels_.dropout_tile(stream, rows, keys, static_cast<Real>(p_.dropout.keep_scale()),
+                            factors_.data(), kStride);
+    }
+    kernels_.gradient_step({&terms, rows, keys, kStride, lse_.data() + row, deltas_ + row,
+                            factors_.data(), weights_.data(), grads_.data(), slopes_.data()});
+    // d loss / d dot, but for the scale: that is left to whoever stores the gradients.
+    if (slopes_) {
+      for (int64_t i = 0; i < rows.size() * kStride; ++i) slopes_[i] *= grads_[i];
+    }
+    if constexpr (kPacks) {
+      kernels_.tile_to_right({weights_.data(), kStride, 1, rows.size(), columns},
+                             weights_right_.data(), kStride);
+      kernels_.tile_to_right({dots(), kStride, 1, rows.size(), columns}, dots_right_.data(),
+                             kStride);
+      kernels_.tile_to_left({dots(), kStride, 1, rows.size(), columns}, dots_left_.data(),
+                            kLeftStride);
+    }
+  }
 
-  // The packed operands, (keys or queries, padded head dim).
-  const Real* keys() const { return keys_.data(); }
-  const Real* queries() const { return queries_.data(); }
-  const Real* grad_out() const { return grad_out_.data(); }
+  // grad_value_t (head_dim_v, block's keys), grad_key_t (head_dim, block's keys): += this tile's
+  // part. Strides: keys_stride().
+  void add_grad_value(Real* grad_value_t) const {
+    const Operand* weights;
+    if constexpr (kPacks)
+      weights = weights_right_.data();
+    else
+      weights = weights_.data();
+    add_transposed(grad_out_t_.data(), p_.head_dim_v, weights, grad_value_t);
+  }
+  void add_grad_key(Real* grad_key_t) const {
+    const Operand* dots;
+    if constexpr (kPacks)
+      dots = dots_right_.data();
+    else
+      dots = this->dots();
+    add_transposed(queries_t_.data(), p_.head_dim, dots, grad_key_t);
+  }
+  // grad_query (loaded rows, padded head_dim) = or += this tile's part.
+  void add_grad_query(Real* grad_query, int64_t stride, Store store) const {
+    const Operand* dots;
+    if constexpr (kPacks)
+      dots = dots_left_.data();
+    else
+      dots = this->dots();
+    const int64_t row = rows_.begin - loaded_rows_.begin;
+    const int64_t key = keys_range_.begin - loaded_keys_.begin;
+    kernels_.multiply({rows_.size(), padded_columns(p_.head_dim), keys_range_.size(), dots,
+                       kPacks ? kLeftStride : kStride, keys_.data() + key * key_stride_,
+                       key_stride_, grad_query + row * stride, stride, store});
+  }
+
+  int64_t keys_stride() const { return keys_stride_; }
+  Range rows() const { return rows_; }
+  Range keys() const { return keys_range_; }
+  // (rows, keys), row stride kStride: d loss / d score.
+  const Real* grad_scores() const { return grads_.data(); }
 
  private:
-  static StridedMatrix<const Element> matrix(const UntypedView4& view, int64_t batch, int64_t head,
-                                             int64_t first_row, Range rows, int64_t columns) {
-    const auto typed = view.as<const Element>();
-    return {typed.at(batch, head, first_row + rows.begin), view.stride[2], view.stride[3],
-            rows.size(), columns};
+  const Real* dots() const { return slopes_ ? slopes_.data() : grads_.data(); }
+
+  // to (columns of left, keys) += left (.., queries) * tile (queries, keys)
+  void add_transposed(const Operand* left, int64_t rows, const Operand* tile, Real* to) const {
+    const int64_t row = rows_.begin - loaded_rows_.begin;
+    const int64_t column = keys_range_.begin - loaded_keys_.begin;
+    kernels_.multiply({rows, padded_columns(keys_range_.size()), rows_.size(), left + row,
+                       kQueryStride, tile, kStride, to + column, keys_stride_, Store::accumulate});
   }
 
   const AttentionProblem& p_;
   const BackwardInputs& inputs_;
-  const Microkernels<Real>& kernels_;
-  Range keys_range_{0, 0}, rows_range_{0, 0};
-  Buffer<Real> keys_;         // (keys, padded head_dim)
-  Buffer<Real> keys_t_;       // (head_dim, keys)
-  Buffer<Real> values_t_;     // (head_dim_v, keys)
-  Buffer<Real> queries_;      // (queries, padded head_dim)
-  Buffer<Real> grad_out_;     // (queries, padded head_dim_v)
-  Buffer<Real> weights_;      // (queries, keys)
-  Buffer<Real> grad_scores_;  // (queries, keys)
-  Buffer<Real> grad_dots_;    // (queries, keys)
-  Buffer<Real> factors_;      // (keys)
+  const Microkernels<Element, Operand>& kernels_;
+  MicrokernelUse<Element, Operand> use_;
+  const int64_t keys_stride_, key_stride_, depth_, depth_v_;
+  Range loaded_keys_{0, 0}, loaded_rows_{0, 0}, rows_{0, 0}, keys_range_{0, 0};
+  const Real* deltas_ = nullptr;
+  Buffer<Operand> keys_;         // (block's keys, head_dim), right
+  Buffer<Operand> keys_t_;       // (head_dim, block's keys), right
+  Buffer<Operand> values_t_;     // (head_dim_v, block's keys), right
+  Buffer<Operand> queries_;      // (queries, head_dim), left
+  Buffer<Operand> queries_t_;    // (head_dim, queries), left
+  Buffer<Operand> grad_out_;     // (queries, head_dim_v), left
+  Buffer<Operand> grad_out_t_;   // (head_dim_v, queries), left
+  Buffer<LogSumExp<Real>> lse_;  // (queries)
+  Buffer<Real> weights_;         // (queries, keys)
+  Buffer<Real> grads_;           // (queries, keys)
+  Buffer<Real> slopes_;          // (queries, keys), with softcap only
+  Buffer<Real> factors_;         // (queries, keys), with dropout only
+  Buffer<Operand> weights_right_, dots_left_,
+      dots_right_;  // (queries, keys), where tiles are packed
 };
 
 }  // namespace flashattn::cpu

@@ -1,11 +1,30 @@
-// One pair of tables per instruction set, each defined in the file of that name.
+// The tables of every instruction set, each defined in the file of that name.
 #pragma once
+
+#include <span>
 
 #include "cpu/microkernels.h"
 
 namespace flashattn::cpu {
 
-extern const Microkernels<float> kBaselineFloat, kAvx2Float, kAvx512Float;
-extern const Microkernels<double> kBaselineDouble, kAvx2Double, kAvx512Double;
+struct MicrokernelSet {
+  Microkernels<float> for_float;
+  Microkernels<float16> for_float16;
+  Microkernels<bfloat16> for_bfloat16;
+  Microkernels<double> for_double;
+};
+
+struct InstructionSet {
+  const char* name;
+  bool (*supported)();  // by this processor and operating system
+  const MicrokernelSet* kernels;
+  const Microkernels<bfloat16, bfloat16>* bfloat16_products;  // null: in float
+};
+
+// All that this build has, best first.
+std::span<const InstructionSet> instruction_sets();
+
+extern const MicrokernelSet kBaseline, kAvx2, kAvx512;
+extern const Microkernels<bfloat16, bfloat16> kAvx512Bf16, kAmx;
 
 }  // namespace flashattn::cpu

@@ -1,51 +1,178 @@
-// The seam between attention and the instruction set: a handful of functions over small, packed,
-// row-major matrices. One table per instruction set; the best that the processor has is chosen
-// once.
+// The seam between attention and the instruction set: functions over tiles, one table of them for
+// each instruction set (microkernel_<isa>.cpp), the best that the processor has chosen once.
+//
+// `Element` is what tensors hold, `Operand` what matrices are multiplied in: the accumulator's
+// type, or bfloat16 itself where the processor multiplies it. Products are always accumulated in
+// Real.
 #pragma once
 
 #include <cstdint>
 
+#include "core/dropout.h"
+#include "core/dtype.h"
+#include "core/online_softmax.h"
+#include "cpu/score_terms.h"
+#include "cpu/strided_matrix.h"
+
 namespace flashattn::cpu {
 
-// Every row-major matrix that a microkernel reads as B or writes as C has a multiple of this many
-// columns (a 512-bit vector of floats), so that no kernel has a column tail.
+// --- packed matrices ---
+//
+// A product's left operand (rows, depth) is packed row by row; its right operand (depth, columns)
+// too, but a 16-bit type keeps two successive depths of a column side by side: (depth / 2, columns,
+// 2). Sizes in memory are padded so that no kernel has a tail: rows and columns to a multiple of
+// 16, depth to 64 bytes. Whoever packs an operand fills its padding with zeros along depth;
+// products write every padded column of C, but only the rows asked for.
+
 inline constexpr int64_t kColumnMultiple = 16;
 
-constexpr int64_t padded_columns(int64_t columns) {
-  return (columns + kColumnMultiple - 1) / kColumnMultiple * kColumnMultiple;
+template <class Operand>
+inline constexpr int64_t kDepthMultiple = sizeof(Operand) == 2 ? 32 : 16;
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+constexpr int64_t padded_columns(int64_t columns) { return round_up(columns, kColumnMultiple); }
+
+template <class Operand>
+constexpr int64_t padded_depth(int64_t depth) {
+  return round_up(depth, kDepthMultiple<Operand>);
+}
+
+// The row stride of a matrix of which a product reads a few columns at a time: an odd number of
+// 64-byte lines, so that successive rows fall into different sets of the cache.
+constexpr int64_t spread_stride(int64_t columns) {
+  const int64_t lines = padded_columns(columns) / kColumnMultiple;
+  return (lines > 4 ? lines | 1 : lines) * kColumnMultiple;
 }
 
 enum class Store : uint8_t { overwrite, accumulate };
 
-// C (rows, columns) = or += A (rows, depth) * B (depth, columns).
-template <class Real>
+// C (rows, columns) = or += A (rows, depth) * B (depth, columns); columns is a multiple of 16.
+template <class Operand>
 struct MatrixProduct {
   int64_t rows, columns, depth;
-  const Real* a;
-  int64_t a_row_stride, a_depth_stride;  // A may be read transposed
-  const Real* b;
-  int64_t b_stride;
-  Real* c;
+  const Operand* a;  // left operand
+  int64_t a_stride;
+  const Operand* b;  // right operand
+  int64_t b_stride;  // columns from one depth to the next
+  Accumulator<Operand>* c;
   int64_t c_stride;
   Store store;
 };
 
+// --- steps over one tile of scores (rows, keys) ---
+
+// Forward: dot products become weights, and the rows' softmax states and outputs move on.
+template <class Real, class Operand>
+struct SoftmaxStep {
+  const ScoreTerms<Real>* terms;
+  Range rows, keys;             // positions in the sequence
+  Real* scores;                 // (rows, padded keys): dot products, destroyed
+  int64_t stride;               // of scores and keep_factors
+  const Real* keep_factors;     // (rows, padded keys), from dropout; may be null
+  OnlineSoftmax<Real>* states;  // (rows)
+  Real* out;                    // (rows, out_columns), rescaled where a maximum grows; may be null
+  int64_t out_stride, out_columns;
+  Operand* weights;      // (rows, keys), left operand; may be `scores` where the types agree
+  Operand* weights_low;  // what rounding lost of them; null: not wanted, or nothing is lost
+  int64_t weights_stride;
+};
+
+// Backward: dot products become weights, their gradients become gradients of scores.
 template <class Real>
+struct GradientStep {
+  const ScoreTerms<Real>* terms;
+  Range rows, keys;
+  int64_t stride;              // of all tiles
+  const LogSumExp<Real>* lse;  // (rows)
+  const Real* deltas;          // (rows)
+  const Real* keep_factors;    // (rows, padded keys); may be null
+  Real* weights;               // (rows, padded keys): dot products in, weights out
+  Real* grads;                 // (rows, padded keys): d loss / d weight in, d loss / d score out
+  Real* slopes;  // (rows, padded keys): d score / (scale * d dot) out; null without softcap
+};
+
+template <class Element, class Operand = Accumulator<Element>>
 struct Microkernels {
-  const char* name;
-  void (*multiply)(const MatrixProduct<Real>& product);
+  using Real = Accumulator<Element>;
+
+  // Called by each thread before its first product and after its last.
+  void (*enter)();
+  void (*leave)();
+  void (*multiply)(const MatrixProduct<Operand>& product);
+
+  // Both forms of an operand, from a matrix or from its transpose.
+  void (*pack_left)(const StridedMatrix<const Element>& from, Operand* to, int64_t stride);
+  void (*pack_right)(const StridedMatrix<const Element>& from, Operand* to, int64_t stride);
+  void (*pack_left_transposed)(const StridedMatrix<const Element>& from, Operand* to,
+                               int64_t stride);
+  void (*pack_right_transposed)(const StridedMatrix<const Element>& from, Operand* to,
+                                int64_t stride);
+  // The same from a tile of Reals.
+  void (*tile_to_left)(const StridedMatrix<const Real>& from, Operand* to, int64_t stride);
+  void (*tile_to_right)(const StridedMatrix<const Real>& from, Operand* to, int64_t stride);
+
+  // A packed matrix of Reals, times a factor, to a tensor; what that loses by rounding; and from a
+  // transposed matrix.
+  void (*store)(const Real* from, int64_t stride, Real factor, const StridedMatrix<Element>& to);
+  void (*store_rounding)(const Real* from, int64_t stride, Real factor,
+                         const StridedMatrix<Element>& to);
+  void (*store_transposed)(const Real* from, int64_t stride, Real factor,
+                           const StridedMatrix<Element>& to);
+
+  // Returns the largest score of the tile; NaN is passed over.
+  Real (*softmax_step)(const SoftmaxStep<Real, Operand>& step);
+  void (*gradient_step)(const GradientStep<Real>& step);
+  // Scores of a whole tile in place of its dot products; slopes may be null.
+  void (*score_tile)(const ScoreTerms<Real>& terms, Range rows, Range keys, Real* tile,
+                     int64_t stride, Real* slopes);
+  // What dropout multiplies probabilities by: 0 or keep_scale; (rows, padded keys).
+  void (*dropout_tile)(const DropoutStream& stream, Range rows, Range keys, Real keep_scale,
+                       Real* factors, int64_t stride);
+
+  // Products with keys and values as they lie, column stride 1; for a few rows.
+  // scores (rows, padded keys) = queries (rows, head_dim) * keys^T
+  void (*dots_in_place)(const StridedMatrix<const Real>& queries,
+                        const StridedMatrix<const Element>& keys, Real* scores, int64_t stride);
+  // out (rows, padded head_dim_v) += weights (rows, keys) * values
+  void (*weighted_sums_in_place)(const StridedMatrix<const Real>& weights,
+                                 const StridedMatrix<const Element>& values, Real* out,
+                                 int64_t stride);
+
+  // --- rows ---
   // The largest of row[0, count); NaN is passed over; -inf when count is 0.
   Real (*row_max)(const Real* row, int64_t count);
   // row = exp((row - subtract) - subtract_low), exactly 0 where row is -inf; returns the sum.
   Real (*exp_row)(Real* row, int64_t count, Real subtract, Real subtract_low);
-  void (*scale_row)(Real* row, int64_t count, Real factor);
+  // sums (rows) = the dot products of the rows of two matrices, to the last bit as a product has
+  // them (of float operands).
+  void (*row_dots)(const StridedMatrix<const Element>& a, const StridedMatrix<const Element>& b,
+                   Real* sums);
 };
 
-// The table for this processor. FLASHATTN_EXT_CPU=baseline|avx2|avx512 caps the choice.
-template <class Real>
-const Microkernels<Real>& microkernels();
+// The table for this processor, capped by FLASHATTN_EXT_CPU; an unknown name there is an error.
+template <class Element, class Operand = Accumulator<Element>>
+const Microkernels<Element, Operand>& microkernels();
 
-// The instruction set in use: "baseline", "avx2" or "avx512".
+// Whether bfloat16 matrices are multiplied as they are.
+bool multiplies_bfloat16();
+
+// The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16" or "amx".
 const char* instruction_set();
+
+// A thread's use of a table's products.
+template <class Element, class Operand>
+class MicrokernelUse {
+ public:
+  explicit MicrokernelUse(const Microkernels<Element, Operand>& kernels) : kernels_(kernels) {
+    kernels_.enter();
+  }
+  ~MicrokernelUse() { kernels_.leave(); }
+  MicrokernelUse(const MicrokernelUse&) = delete;
+
+ private:
+  const Microkernels<Element, Operand>& kernels_;
+};
 
 }  // namespace flashattn::cpu

@@ -7,29 +7,11 @@
 #include "core/tile_schedule.h"
 #include "cpu/attention.h"
 #include "cpu/microkernels.h"
-#include "cpu/pack.h"
 #include "cpu/parallel.h"
-#include "cpu/score_terms.h"
 #include "cpu/scratch.h"
 
 namespace flashattn::cpu {
 namespace {
-
-template <class Element>
-StridedMatrix<const Element> matrix_of(const UntypedView4& view, int64_t batch, int64_t head) {
-  return {view.as<const Element>().at(batch, head), view.stride[2], view.stride[3], view.size[2],
-          view.size[3]};
-}
-
-template <class Real, class Element>
-void store_matrix(const Buffer<Real>& packed, int64_t rows, const UntypedView4& view, int64_t batch,
-                  int64_t head) {
-  const auto to = view.as<Element>();
-  for (int64_t r = 0; r < rows; ++r) {
-    store_row(packed.data() + r * padded_columns(view.size[3]), view.size[3], Real(1),
-              to.at(batch, head, r), to.stride[3]);
-  }
-}
 
 // The matrices of one (batch, head), all of them whole.
 template <class Element>
@@ -39,7 +21,7 @@ class NaiveKernel {
  public:
   explicit NaiveKernel(const AttentionProblem& problem)
       : p_(problem),
-        kernels_(microkernels<Real>()),
+        kernels_(microkernels<Element>()),
         len_q_(problem.sequences.storage_q),
         len_k_(problem.sequences.storage_k),
         stride_(padded_columns(len_k_)) {}
@@ -75,22 +57,17 @@ class NaiveKernel {
   // Step 1 for all rows: scores (len_q, padded len_k), and their slopes if wanted.
   Buffer<Real> scores_of(int64_t batch, int64_t head, const SequenceMask& mask,
                          Real* slopes) const {
-    const int64_t depth = padded_columns(p_.head_dim);
-    Buffer<Real> query(len_q_ * depth), keys_t(p_.head_dim * stride_), scores(len_q_ * stride_);
-    pack(matrix_of<Element>(p_.query, batch, head), query.data());
-    auto keys = matrix_of<Element>(p_.key, batch, p_.kv_head(head));
-    const int64_t stride = padded_columns(mask.len_k);
+    const int64_t depth = padded_depth<Real>(p_.head_dim);
+    Buffer<Real> query(padded_columns(len_q_) * depth), keys_t(depth * stride_),
+        scores(len_q_ * stride_, Buffer<Real>::Fill::zero);
+    auto keys = matrix_of<const Element>(p_.key, batch, p_.kv_head(head));
     keys.rows = mask.len_k;  // what lies past the sequence is never read
-    Buffer<Real> dots(len_q_ * stride);
-    pack_transposed(keys, keys_t.data());
-    kernels_.multiply({len_q_, stride, p_.head_dim, query.data(), depth, 1, keys_t.data(), stride,
-                       dots.data(), stride, Store::overwrite});
-    for (int64_t i = 0; i < len_q_; ++i) {
-      std::copy_n(dots.data() + i * stride, mask.len_k, scores.data() + i * stride_);
-      std::fill_n(scores.data() + i * stride_ + mask.len_k, stride_ - mask.len_k, Real(0));
-    }
-    ScoreTerms<Real>(p_, batch, head, mask)
-        .apply({0, len_q_}, {0, len_k_}, scores.data(), stride_, slopes);
+    kernels_.pack_left(matrix_of<const Element>(p_.query, batch, head), query.data(), depth);
+    kernels_.pack_right_transposed(keys, keys_t.data(), stride_);
+    kernels_.multiply({len_q_, padded_columns(mask.len_k), p_.head_dim, query.data(), depth,
+                       keys_t.data(), stride_, scores.data(), stride_, Store::overwrite});
+    kernels_.score_tile(ScoreTerms<Real>(p_, batch, head, mask), {0, len_q_}, {0, len_k_},
+                        scores.data(), stride_, slopes);
     return scores;
   }
 
@@ -98,10 +75,8 @@ class NaiveKernel {
     const SequenceMask mask = mask_of(batch);
     const Buffer<Real> scores = scores_of(batch, head, mask, nullptr);
     const auto lse = outputs.lse.as<Real>();
-    const auto probs = outputs.probs.as<Element>();
-    const auto weights = outputs.weights.as<Element>();
     const Real keep_scale = static_cast<Real>(p_.dropout.keep_scale());
-    Buffer<Real> factors(len_k_);
+    Buffer<Real> factors(stride_);
     Real max_logit = kNegativeInfinity<Real>;
 
     // Step 2: softmax of each row, then dropout.
@@ -116,14 +91,17 @@ class NaiveKernel {
       if (std::isnan(state.sum)) max_logit = state.sum;
       if (p_.sinks) state.sum += exponential(*p_.sinks.as<const Real>().at(0, head) - subtract);
       *lse.at(batch, head, i) = state.log_sum_exp().high;
-      kernels_.scale_row(row, len_k_, state.inverse_sum());
-      store_row(row, len_k_, Real(1), probs.at(batch, head, i), probs.stride[3]);
+      for (int64_t j = 0; j < len_k_; ++j) row[j] *= state.inverse_sum();
+      kernels_.store(row, stride_, Real(1),
+                     rows_of<Element>(outputs.probs, batch, head, {i, i + 1}, len_k_));
       if (p_.dropout) {
         const DropoutStream stream = p_.dropout.stream(batch, p_.heads_q, head);
-        dropout_factors(stream, i, {0, len_k_}, keep_scale, factors.data());
+        kernels_.dropout_tile(stream, {i, i + 1}, {0, len_k_}, keep_scale, factors.data(), stride_);
         for (int64_t j = 0; j < len_k_; ++j) row[j] *= factors[j];
       }
-      if (weights) store_row(row, len_k_, Real(1), weights.at(batch, head, i), weights.stride[3]);
+      if (outputs.weights)
+        kernels_.store(row, stride_, Real(1),
+                       rows_of<Element>(outputs.weights, batch, head, {i, i + 1}, len_k_));
     }
     if (outputs.max_logits) {
       *outputs.max_logits.as<float>().at(batch, head) = static_cast<float>(max_logit);
@@ -131,62 +109,76 @@ class NaiveKernel {
 
     // Step 3: out = weights * value.
     const int64_t value_stride = padded_columns(p_.head_dim_v);
-    Buffer<Real> value(len_k_ * value_stride), out(len_q_ * value_stride);
-    auto values = matrix_of<Element>(p_.value, batch, p_.kv_head(head));
+    Buffer<Real> value(stride_ * value_stride), out(len_q_ * value_stride);
+    auto values = matrix_of<const Element>(p_.value, batch, p_.kv_head(head));
     values.rows = mask.len_k;
-    pack(values, value.data());
-    kernels_.multiply({len_q_, value_stride, mask.len_k, scores.data(), stride_, 1, value.data(),
+    kernels_.pack_right(values, value.data(), value_stride);
+    kernels_.multiply({len_q_, value_stride, mask.len_k, scores.data(), stride_, value.data(),
                        value_stride, out.data(), value_stride, Store::overwrite});
-    store_matrix<Real, Element>(out, len_q_, outputs.out, batch, head);
+    kernels_.store(out.data(), value_stride, Real(1),
+                   rows_of<Element>(outputs.out, batch, head, {0, len_q_}, p_.head_dim_v));
   }
 
   void backward_group(int64_t batch, int64_t kv_head, const NaiveBackwardInputs& inputs,
                       const BackwardOutputs& outputs) const {
     const SequenceMask mask = mask_of(batch);
-    const int64_t depth = padded_columns(p_.head_dim), value_depth = padded_columns(p_.head_dim_v);
-    Buffer<Real> key(len_k_ * depth), values_t(p_.head_dim_v * stride_), query(len_q_ * depth),
-        grad_out(len_q_ * value_depth), weights(len_q_ * stride_), slopes(len_q_ * stride_),
-        grads(len_q_ * stride_), grad_query(len_q_ * depth), factors(len_k_),
-        grad_key(len_k_ * depth, Buffer<Real>::Fill::zero),
-        grad_value(len_k_ * value_depth, Buffer<Real>::Fill::zero);
-    // What lies past the sequence is never read; zeros stand for it.
-    auto keys = matrix_of<Element>(p_.key, batch, kv_head);
-    auto values = matrix_of<Element>(p_.value, batch, kv_head);
+    const int64_t depth = padded_depth<Real>(p_.head_dim);
+    const int64_t depth_v = padded_depth<Real>(p_.head_dim_v);
+    const int64_t rows = padded_columns(len_q_);
+    constexpr auto kZero = Buffer<Real>::Fill::zero;
+    // Zeros stand for the keys past the sequence, which are never read. Gradients of keys are made
+    // transposed: (head_dim, len_k).
+    Buffer<Real> key(stride_ * depth, kZero), values_t(depth_v * stride_, kZero),
+        query_t(depth * rows), grad_out(rows * depth_v), grad_out_t(depth_v * rows),
+        weights(len_q_ * stride_), slopes(len_q_ * stride_), grads(len_q_ * stride_),
+        grad_query(len_q_ * depth), factors(stride_), grad_key_t(depth * stride_, kZero),
+        grad_value_t(depth_v * stride_, kZero);
+    auto keys = matrix_of<const Element>(p_.key, batch, kv_head);
+    auto values = matrix_of<const Element>(p_.value, batch, kv_head);
     keys.rows = values.rows = mask.len_k;
-    std::fill_n(key.data(), len_k_ * depth, Real(0));
-    pack(keys, key.data());
-    Buffer<Real> value(len_k_ * value_depth, Buffer<Real>::Fill::zero);
-    pack(values, value.data());
-    pack_transposed<Real, Real>({value.data(), value_depth, 1, len_k_, p_.head_dim_v},
-                                values_t.data());
+    kernels_.pack_right(keys, key.data(), depth);
+    kernels_.pack_right_transposed(values, values_t.data(), stride_);
 
     const int64_t first = kv_head * p_.group_size();
     for (int64_t head = first; head < first + p_.group_size(); ++head) {
-      const Buffer<Real> scores = scores_of(batch, head, mask, slopes.data());
-      pack(matrix_of<Element>(p_.query, batch, head), query.data());
-      pack(matrix_of<Element>(inputs.grad_out, batch, head), grad_out.data());
-      kernels_.multiply({len_q_, stride_, p_.head_dim_v, grad_out.data(), value_depth, 1,
-                         values_t.data(), stride_, grads.data(), stride_, Store::overwrite});
+      if (p_.softcap > 0) scores_of(batch, head, mask, slopes.data());
+      const auto head_query = matrix_of<const Element>(p_.query, batch, head);
+      const auto head_grad_out = matrix_of<const Element>(inputs.grad_out, batch, head);
+      kernels_.pack_left_transposed(head_query, query_t.data(), rows);
+      kernels_.pack_left(head_grad_out, grad_out.data(), depth_v);
+      kernels_.pack_left_transposed(head_grad_out, grad_out_t.data(), rows);
+      kernels_.multiply({len_q_, stride_, p_.head_dim_v, grad_out.data(), depth_v, values_t.data(),
+                         stride_, grads.data(), stride_, Store::overwrite});
       for (int64_t i = 0; i < len_q_; ++i) {
         gradient_row(batch, head, i, inputs, outputs, factors.data(), weights.data() + i * stride_,
                      grads.data() + i * stride_);
       }
       add_shared_gradients(batch, head, mask, grads.data(), outputs);
-      for (int64_t i = 0; i < len_q_ * stride_; ++i) grads[i] *= slopes[i];
+      const Real scale = static_cast<Real>(p_.scale);
+      for (int64_t i = 0; i < len_q_ * stride_; ++i) {
+        grads[i] *= p_.softcap > 0 ? scale * slopes[i] : scale;
+      }
 
-      kernels_.multiply({len_k_, value_depth, len_q_, weights.data(), 1, stride_, grad_out.data(),
-                         value_depth, grad_value.data(), value_depth, Store::accumulate});
-      kernels_.multiply({len_k_, depth, len_q_, grads.data(), 1, stride_, query.data(), depth,
-                         grad_key.data(), depth, Store::accumulate});
-      kernels_.multiply({len_q_, depth, len_k_, grads.data(), stride_, 1, key.data(), depth,
+      kernels_.multiply({p_.head_dim_v, stride_, len_q_, grad_out_t.data(), rows, weights.data(),
+                         stride_, grad_value_t.data(), stride_, Store::accumulate});
+      kernels_.multiply({p_.head_dim, stride_, len_q_, query_t.data(), rows, grads.data(), stride_,
+                         grad_key_t.data(), stride_, Store::accumulate});
+      kernels_.multiply({len_q_, depth, len_k_, grads.data(), stride_, key.data(), depth,
                          grad_query.data(), depth, Store::overwrite});
-      if (outputs.grad_query)
-        store_matrix<Real, Element>(grad_query, len_q_, outputs.grad_query, batch, head);
+      if (outputs.grad_query) {
+        kernels_.store(grad_query.data(), depth, Real(1),
+                       rows_of<Element>(outputs.grad_query, batch, head, {0, len_q_}, p_.head_dim));
+      }
     }
-    if (outputs.grad_key)
-      store_matrix<Real, Element>(grad_key, len_k_, outputs.grad_key, batch, kv_head);
+    if (outputs.grad_key) {
+      kernels_.store_transposed(
+          grad_key_t.data(), stride_, Real(1),
+          rows_of<Element>(outputs.grad_key, batch, kv_head, {0, len_k_}, p_.head_dim));
+    }
     if (outputs.grad_value) {
-      store_matrix<Real, Element>(grad_value, len_k_, outputs.grad_value, batch, kv_head);
+      kernels_.store_transposed(
+          grad_value_t.data(), stride_, Real(1),
+          rows_of<Element>(outputs.grad_value, batch, kv_head, {0, len_k_}, p_.head_dim_v));
     }
   }
 
@@ -199,8 +191,8 @@ class NaiveKernel {
     const auto grad_weights = inputs.grad_weights.as<const Element>();
     std::fill_n(factors, len_k_, Real(1));
     if (p_.dropout) {
-      dropout_factors(p_.dropout.stream(batch, p_.heads_q, head), i, {0, len_k_},
-                      static_cast<Real>(p_.dropout.keep_scale()), factors);
+      kernels_.dropout_tile(p_.dropout.stream(batch, p_.heads_q, head), {i, i + 1}, {0, len_k_},
+                            static_cast<Real>(p_.dropout.keep_scale()), factors, stride_);
     }
     const Real lse = *inputs.lse.as<const Real>().at(batch, head, i);
     if (lse == kNegativeInfinity<Real>) {
@@ -248,7 +240,7 @@ class NaiveKernel {
   }
 
   const AttentionProblem& p_;
-  const Microkernels<Real>& kernels_;
+  const Microkernels<Element>& kernels_;
   const int64_t len_q_, len_k_, stride_;
 };
 

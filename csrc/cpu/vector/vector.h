@@ -1,0 +1,94 @@
+// Loads, stores and reductions of one vector, whatever the element type, stride or count.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "core/constants.h"
+#include "cpu/vector/isa.h"
+
+namespace flashattn::cpu {
+namespace {
+
+template <class Word>
+inline Vector<Word> load(const Word* from) {
+  Vector<Word> vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+template <class Word>
+inline void store(Word* to, Vector<Word> vector) {
+  std::memcpy(to, &vector, sizeof(vector));
+}
+
+inline Vector<float> load_elements(const float* from) { return load(from); }
+inline Vector<double> load_elements(const double* from) { return load(from); }
+inline void store_elements(float* to, Vector<float> vector) { store(to, vector); }
+inline void store_elements(double* to, Vector<double> vector) { store(to, vector); }
+
+// The first `count` elements (at most a vector of Real) of a strided row; the other lanes are 0.
+template <class Real, class Element>
+inline Vector<Real> load_some(const Element* from, int64_t stride, int64_t count) {
+  if (stride == 1 && count >= kLanes<Real>) return load_elements(from);
+  Element elements[kLanes<Real>];
+  std::memset(elements, 0, sizeof(elements));
+  if (count > kLanes<Real>) count = kLanes<Real>;
+  for (int64_t i = 0; i < count; ++i) elements[i] = from[i * stride];
+  return load_elements(elements);
+}
+
+template <class Real, class Element>
+inline void store_some(Element* to, int64_t stride, int64_t count, Vector<Real> vector) {
+  if (stride == 1 && count >= kLanes<Real>) return store_elements(to, vector);
+  Element elements[kLanes<Real>];
+  store_elements(elements, vector);
+  if (count > kLanes<Real>) count = kLanes<Real>;
+  for (int64_t i = 0; i < count; ++i) to[i * stride] = elements[i];
+}
+
+template <class Real>
+inline Vector<Real> broadcast(Real value) {
+  return value - Vector<Real>{};  // unlike a sum, the same for every value: -0 - 0 is -0
+}
+
+// The lanes' own numbers: 0, 1, 2 ...
+template <class Word>
+inline Vector<Word> lane_numbers() {
+  Vector<Word> vector;
+  for (int lane = 0; lane < kLanes<Word>; ++lane) vector[lane] = static_cast<Word>(lane);
+  return vector;
+}
+
+// The vector with lane i taken from lane i ^ Distance.
+template <int Distance, class Real, int... Lane>
+inline Vector<Real> exchanged(Vector<Real> v, std::integer_sequence<int, Lane...>) {
+  return __builtin_shufflevector(v, v, (Lane ^ Distance)...);
+}
+
+// Combines all lanes, in pairs, pairs of pairs and so on.
+template <class Real, int Distance = kLanes<Real> / 2, class Combine>
+inline Real fold_lanes(Vector<Real> v, const Combine& combine) {
+  if constexpr (Distance == 0) {
+    return v[0];
+  } else {
+    const Vector<Real> other =
+        exchanged<Distance, Real>(v, std::make_integer_sequence<int, kLanes<Real>>());
+    return fold_lanes<Real, Distance / 2>(combine(v, other), combine);
+  }
+}
+
+template <class Real>
+inline Real sum_of_lanes(Vector<Real> v) {
+  return fold_lanes<Real>(v, [](Vector<Real> a, Vector<Real> b) { return a + b; });
+}
+
+// No lane may be NaN.
+template <class Real>
+inline Real largest_lane(Vector<Real> v) {
+  return fold_lanes<Real>(v, [](Vector<Real> a, Vector<Real> b) { return larger(a, b); });
+}
+
+}  // namespace
+}  // namespace flashattn::cpu
