@@ -5,7 +5,7 @@
 # default 8), TESTS (default: those that use the GPU), LOGS (a folder for full logs).
 set -u
 
-wheel=$(realpath "$1")
+wheel=$(realpath -e "$1") || exit 1
 python=${PYTHON-python3}
 logs=$(realpath -m "${LOGS-build/gpu}")
 mkdir -p "$logs"
@@ -43,6 +43,8 @@ EOF
 "$python" -m pytest -q -n "${WORKERS-8}" -p no:cacheprovider -k "cuda or gpu" \
   ${TESTS-tests} > "$logs/tests.log" 2>&1
 status=$?
+# All skipped is no success.
+tail -n 1 "$logs/tests.log" | grep -q ' passed' || status=1
 grep -E '^(FAILED|ERROR) ' "$logs/tests.log" | head -n 20
 report tests "$status" "$(tail -n 1 "$logs/tests.log")"
 
