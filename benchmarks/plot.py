@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import summary
 from benchmarks.bars import Measured, Table
+from benchmarks.counts import BYTES
 from benchmarks.report import Row, read_csv
 
 COLORS = {
@@ -21,6 +22,7 @@ COLORS = {
     "flex": "#8a5fbf", "copy": "#c9c9c9",
 }  # fmt: skip
 STYLES = {"full": "-", "causal": "--", "dim 1 of 2": "-", "dim 0 of 2": "--"}
+LEGEND = 1.9  # inches
 DRAWN = ("softmax", "naive", "forward", "backward")
 
 
@@ -58,9 +60,9 @@ def draw(rows: list[Row], title: str, target: Path) -> bool:
         return False
     plt = pyplot()
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(3.4 * len(panels) + 1.2, 3.2), squeeze=False, sharey=False
+        1, len(panels), figsize=(3.4 * len(panels) + LEGEND, 3.2), squeeze=False, sharey=False
     )
-    for axis, (key, cases) in zip(axes[0], sorted(panels.items(), key=str), strict=True):
+    for axis, (key, cases) in zip(axes[0], sorted(panels.items(), key=panel_order), strict=True):
         draw_panel(axis, cases)
         dtype, head_dim = key
         axis.set_title(f"{dtype}, head dim {head_dim}" if head_dim else dtype, fontsize=9)
@@ -69,10 +71,15 @@ def draw(rows: list[Row], title: str, target: Path) -> bool:
                     f"commit {about['commit']}", fontsize=9)  # fmt: skip
     handles = {h.get_label(): h for a in axes[0] for h in a.get_lines() if h.get_label()[0] != "_"}
     figure.legend(handles.values(), handles, loc="center right", fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1 - 1.1 / figure.get_size_inches()[0], 1))
+    figure.tight_layout(rect=(0, 0, 1 - LEGEND / figure.get_size_inches()[0], 1))
     figure.savefig(target, metadata={"Date": None})
     plt.close(figure)
     return True
+
+
+def panel_order(item) -> tuple:
+    (dtype, head_dim), _ = item
+    return list(BYTES).index(dtype), head_dim or 0
 
 
 def draw_panel(axis, cases: list[Measured]) -> None:
