@@ -34,6 +34,39 @@ __device__ __noinline__ double exponential(double x) {  // long, and fp64 is not
   return exp(x);
 }
 
+// exp(x - reference) for the many x of a row, all of them at most the reference, which is one of
+// them or -inf.
+template <class Result, class Real>
+struct ExponentialBelow {
+  Real reference;
+
+  ExponentialBelow() = default;
+  __device__ explicit ExponentialBelow(Real reference) : reference(reference) {}
+  __device__ Real operator()(Real x) const { return exponential<Result>(x - reference); }
+  // What results are to be multiplied by: the same for all.
+  __device__ Real correction() const { return Real(1); }
+};
+
+// For results of 16 bits, from x of 16 bits, one multiply-add and a power of two. The multiply-add
+// takes off a rounded multiple of log2(e); what it was rounded by is the correction. It is less
+// than 1 up to 2^24; beyond that, 16-bit numbers that differ are so far apart that exp gives 0, in
+// whatever base.
+template <class Result>
+  requires(sizeof(Result) == 2)
+struct ExponentialBelow<Result, float> {
+  float scale, shift, excess;
+
+  ExponentialBelow() = default;
+  __device__ explicit ExponentialBelow(float reference)
+      : scale(fabsf(reference) <= 0x1p24f ? 1.44269504f : 1.f),
+        shift(-reference * scale),
+        excess(fmaf(reference, scale, shift)) {}
+  __device__ float operator()(float x) const {
+    return ptx::exp2_approximate(fmaf(x, scale, shift));
+  }
+  __device__ float correction() const { return ptx::exp2_approximate(-excess); }
+};
+
 __device__ __forceinline__ float larger(float a, float b) {
   return fmaxf(a, b);
 }  // passes NaN over

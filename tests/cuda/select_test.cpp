@@ -14,7 +14,8 @@ constexpr RowLimits kHopperFloatForward{.multiprocessors = 132,
                                         .few_elements = 8,
                                         .more_elements = 16,
                                         .held_chunks = 8,
-                                        .block_threads = 256};
+                                        .block_threads = 256,
+                                        .held_cluster = 4};
 
 RowLimits any_alignment(RowLimits limits) {
   limits.whole_chunks = false;
@@ -26,12 +27,18 @@ RowLimits without_clusters(RowLimits limits) {
   return limits;
 }
 
+RowLimits with_small_clusters(RowLimits limits) {
+  limits.cluster = 8;
+  return limits;
+}
+
 RowLimits half_backward(RowLimits limits) {
   limits.chunk_elements = 8;
   limits.shared_chunks /= 2;
   limits.few_elements = limits.more_elements = 8;
   limits.held_chunks = 4;
   limits.block_threads = 512;
+  limits.held_cluster = kAnyCluster;
   return limits;
 }
 
@@ -58,6 +65,12 @@ void expect_fits(int64_t rows, int64_t length, const RowLimits& limits) {
       EXPECT_EQ(plan.capacity, plan.threads * limits.held_chunks);
       EXPECT_GE(int64_t{plan.capacity} * plan.cluster, chunks);
       break;
+    case RowKernel::held_in_both:
+      EXPECT_TRUE(limits.whole_chunks);
+      EXPECT_LT(limits.held_cluster, kAnyCluster);
+      EXPECT_GE(int64_t{plan.capacity} * plan.cluster, chunks);
+      EXPECT_LE(plan.capacity - plan.threads * limits.held_chunks, limits.shared_chunks / 2);
+      break;
     case RowKernel::held_in_shared:
       EXPECT_LE(plan.capacity, limits.shared_chunks);
       EXPECT_GE(int64_t{plan.capacity} * plan.cluster, chunks);
@@ -76,7 +89,8 @@ void expect_fits(int64_t rows, int64_t length, const RowLimits& limits) {
 TEST(SelectRowKernel, EveryRowFits) {
   for (const RowLimits& limits :
        {kHopperFloatForward, any_alignment(kHopperFloatForward),
-        without_clusters(kHopperFloatForward), half_backward(kHopperFloatForward),
+        without_clusters(kHopperFloatForward), with_small_clusters(kHopperFloatForward),
+        half_backward(kHopperFloatForward), with_small_clusters(half_backward(kHopperFloatForward)),
         without_clusters(any_alignment(half_backward(kHopperFloatForward)))}) {
     for (const int64_t rows : {int64_t{1}, int64_t{7}, int64_t{200}, int64_t{1} << 33}) {
       for (int64_t length = limits.chunk_elements; length < int64_t{1} << 34;
@@ -96,7 +110,9 @@ TEST(SelectRowKernel, LongerRowsTakeLargerKernels) {
   EXPECT_EQ(kernel(260), RowKernel::block);
   EXPECT_EQ(kernel(4096), RowKernel::block);
   EXPECT_EQ(kernel(4100), RowKernel::held_in_registers);
-  EXPECT_EQ(kernel(1 << 18), RowKernel::held_in_registers);
+  EXPECT_EQ(kernel(1 << 16), RowKernel::held_in_registers);
+  EXPECT_EQ(kernel(1 << 17), RowKernel::held_in_both);
+  EXPECT_EQ(kernel(1 << 18), RowKernel::held_in_both);
   EXPECT_EQ(kernel(1 << 20), RowKernel::online);
 }
 
@@ -109,13 +125,21 @@ TEST(SelectRowKernel, FewRowsAreSpread) {
 TEST(SelectColumnKernel, LanesAndLinesMakeWholeWarps) {
   for (const int64_t packs : {1, 2, 3, 31, 32, 33, 100000}) {
     for (const int64_t length : {1, 2, 63, 64, 65, 100000}) {
-      const ColumnPlan plan = select_column_kernel(packs, length, 4);
+      const ColumnPlan plan = select_column_kernel(packs, length, 4, 8);
       EXPECT_EQ(plan.threads % 32, 0);
       EXPECT_EQ(plan.threads % plan.lanes, 0);
       EXPECT_LE(plan.threads, 512);
       EXPECT_LE(plan.lanes, 32);
     }
   }
+}
+
+TEST(SelectColumnKernel, FewerLanesHoldWholeColumns) {
+  EXPECT_EQ(select_column_kernel(1 << 20, 256, 16, 8).lanes, 32);
+  EXPECT_EQ(select_column_kernel(1 << 20, 512, 16, 8).lanes, 16);
+  EXPECT_EQ(select_column_kernel(1 << 20, 1024, 16, 8).lanes, 8);
+  EXPECT_EQ(select_column_kernel(1 << 20, 4096, 16, 8).lanes, 8);
+  EXPECT_EQ(select_column_kernel(2, 1024, 16, 8).lanes, 2);
 }
 
 }  // namespace

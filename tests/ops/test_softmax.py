@@ -215,6 +215,22 @@ def test_special_rows(name, row, dtype, device):
             check(name, tensor, dim, torch.ones_like(tensor))
 
 
+@pytest.mark.parametrize("size", (100.0, 3000.0, 2.0**16, 2.0**24, 2.0**25, 1e9, 3.3e38))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_any_size(name, size, dtype, device):
+    """Large numbers, equal and next to each other, at every length and in every kernel."""
+    size = min(size, torch.finfo(dtype).max)
+    row = torch.tensor([1.0, 1 - torch.finfo(dtype).eps, 0.99, 0.5, 0.0, 1.0], dtype=torch.float64)
+    for repeat in (1, 30, 1700) if device == "cpu" else (1, 30, 200, 1700, 14000, 60000):
+        values = (row * size).to(dtype).to(device).repeat(repeat)
+        plain = normal(len(values), dtype, device)
+        for tensor, dim in (
+            (torch.stack([values, -values, plain]), 1),
+            (torch.stack([values, -values, plain, plain], 1), 0),
+        ):
+            check(name, tensor, dim, torch.ones_like(tensor))
+
+
 def test_large_values_keep_their_differences(device):
     """log_softmax of numbers near -1e7 is as exact as of their differences."""
     for length in (5, 500, 5000, 150000):

@@ -14,8 +14,9 @@ namespace flashattn::cuda {
 // Joins one number of each of `lanes` (a power of two) neighbouring lanes; all get the result.
 template <class Real, class Join>
 __device__ __forceinline__ Real join_numbers(Real number, int lanes, const Join& join) {
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    number = join(number, __shfl_xor_sync(0xffffffffu, number, distance));
+#pragma unroll  // shorter than a loop that counts
+  for (int distance = 16; distance > 0; distance /= 2) {
+    if (distance < lanes) number = join(number, __shfl_xor_sync(0xffffffffu, number, distance));
   }
   return number;
 }
@@ -31,8 +32,10 @@ struct Forward {
   struct State {
     Real max, sum;  // sum of exp(x - max)
   };
+  using Exponential = ExponentialBelow<Out, Real>;
   struct Totals {
     Real max, normaliser;
+    Exponential terms;  // of rows in memory
   };
 
   SoftmaxFormula formula;
@@ -77,8 +80,8 @@ struct Forward {
   // What turns gathered values into results: `own` is what gather returned, `row` the whole row's.
   __device__ Totals totals_of_gathered(State own, State row) const {
     const Real normaliser = formula.normaliser(row.sum);
-    if (formula.is_log()) return {row.max, normaliser};
-    return {row.max, exponential<Out>(own.max - row.max) * normaliser};
+    if (formula.is_log()) return {row.max, normaliser, {}};
+    return {row.max, exponential<Out>(own.max - row.max) * normaliser, {}};
   }
   template <int Count>
   __device__ Real result_of_gathered(const Real (&x)[kOperands][Count], int i, Totals row) const {
@@ -92,16 +95,21 @@ struct Forward {
 #pragma unroll
     for (int i = 0; i < Count; ++i) max = larger(max, x[0][i]);
     const Real reference = finite_or_zero(max);
+    const Exponential terms(reference);
     Real sum = 0;  // apart from the State's, which may be too large to add single terms to
 #pragma unroll
-    for (int i = 0; i < Count; ++i) sum += exponential<Out>(x[0][i] - reference);
-    return {max, state.sum * exponential<Out>(state.max - reference) + sum};
+    for (int i = 0; i < Count; ++i) sum += terms(x[0][i]);
+    return {max, state.sum * exponential<Out>(state.max - reference) + sum * terms.correction()};
   }
-  __device__ Totals totals(State row) const { return {row.max, formula.normaliser(row.sum)}; }
+  __device__ Totals totals(State row) const {
+    const Exponential terms(row.max);
+    const Real normaliser = formula.normaliser(row.sum);
+    return {row.max, formula.is_log() ? normaliser : normaliser * terms.correction(), terms};
+  }
   template <int Count>
   __device__ Real result(const Real (&x)[kOperands][Count], int i, Totals row) const {
-    const Real shifted = x[0][i] - row.max;
-    return formula.value(formula.is_log() ? shifted : exponential<Out>(shifted), row.normaliser);
+    const Real term = formula.is_log() ? x[0][i] - row.max : row.terms(x[0][i]);
+    return formula.value(term, row.normaliser);
   }
 
  private:

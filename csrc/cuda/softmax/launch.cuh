@@ -5,6 +5,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/softmax/column_kernel.cuh"
+#include "cuda/softmax/held_in_both.cuh"
 #include "cuda/softmax/row_kernels.cuh"
 #include "cuda/softmax/select.h"
 #include "cuda/workspace.h"
@@ -19,12 +20,14 @@ struct Tuning {
   static constexpr int kReal = sizeof(typename Direction::Real);
   static constexpr int kMore = 64 / kReal / Direction::kOperands;
   static constexpr int kFew = kMore, kBlockThreads = 512;
+  static constexpr bool kHeldInBoth = false;
 };
 template <class In, class Out>
 struct Tuning<Forward<In, Out>> {
   static constexpr int kMore = 64 / static_cast<int>(sizeof(Accumulator<In>));
   static constexpr int kFew = sizeof(In) == 4 ? 8 : kMore;
   static constexpr int kBlockThreads = 64 * static_cast<int>(sizeof(In));
+  static constexpr bool kHeldInBoth = sizeof(In) == 4;
 };
 
 // Whether all 16-byte pieces of the operands begin at multiples of 16 bytes, given that elements
@@ -83,7 +86,8 @@ void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
                    .few_elements = Tuned::kFew,
                    .more_elements = Tuned::kMore,
                    .held_chunks = HeldInRegisters<Direction>::kThreadChunks,
-                   .block_threads = Tuned::kBlockThreads};
+                   .block_threads = Tuned::kBlockThreads,
+                   .held_cluster = kWhole && Tuned::kHeldInBoth ? 4 : kAnyCluster};
   RowPlan plan = select_row_kernel(rows, length, limits);
   const auto held_kernel = softmax_held_kernel<Direction, Held>;
   if (plan.cluster > kPortableCluster &&
@@ -105,6 +109,15 @@ void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
         launch(scope, {rows, plan.threads}, kernel, tensors, direction);
       }
       return;
+    case RowKernel::held_in_both:
+      if constexpr (kWhole && Tuned::kHeldInBoth) {
+        Grid grid = grid_of(plan, rows * plan.cluster, 0);
+        const int in_registers = plan.threads * HeldInRegisters<Direction>::kThreadChunks;
+        grid.shared_bytes = std::max(plan.capacity - in_registers, 0) * kChunkBytes;
+        launch(scope, grid, softmax_held_kernel<Direction, HeldInBoth<Direction>>, tensors,
+               direction, exponent_of(plan.cluster), plan.capacity);
+      }
+      return;
     case RowKernel::held_in_registers:
     case RowKernel::held_in_shared:
       return launch(scope, grid_of(plan, rows * plan.cluster, kHeldBytes), held_kernel, tensors,
@@ -119,10 +132,11 @@ void launch_columns(const OpScope& scope, const Tensors<Direction>& tensors,
                     const Direction& direction) {
   using Read = typename Direction::Read;
   using State = typename Direction::State;
-  constexpr int kColumns = kPackColumns<Access, Read>;
+  constexpr int kColumns = ColumnPack<Access, Read>::kColumns;
+  constexpr int kLeastLanes = kColumns > 1 ? 64 / (kColumns * static_cast<int>(sizeof(Read))) : 32;
   const int64_t packs = divide_up(tensors.shape.outer * tensors.shape.inner, kColumns);
-  const ColumnPlan plan =
-      select_column_kernel(packs, tensors.shape.length, kColumnLines<Direction>);
+  const ColumnPlan plan = select_column_kernel(packs, tensors.shape.length,
+                                               kColumnLines<Direction, Access>, kLeastLanes);
   launch(scope,
          {.blocks = divide_up(packs, plan.lanes),
           .threads = plan.threads,

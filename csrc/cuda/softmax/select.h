@@ -13,6 +13,7 @@ enum class RowKernel : uint8_t {
   block,              // a row in the registers of a block, each exp computed once
   held_in_registers,  // a row in the registers of a block or a cluster, 16-bit elements as such
   held_in_shared,     // a row in the shared memory of a block or a cluster
+  held_in_both,       // a row in the registers and the shared memory of a cluster
   online,             // a row in pieces, read twice
 };
 
@@ -36,7 +37,9 @@ struct RowLimits {
   // Of each operand in a thread: the warp kernel and small blocks; other blocks; held in registers.
   int few_elements, more_elements, held_chunks;
   int block_threads;  // the most for the block kernel
+  int held_cluster;   // the most blocks that hold a row in registers before shared memory helps
 };
+inline constexpr int kAnyCluster = 1 << 20;  // it never does
 
 inline int power_of_two_above(int64_t value, int least, int most) {
   int power = least;
@@ -79,6 +82,16 @@ inline RowPlan select_for_whole_chunks(int64_t rows, int64_t length, const RowLi
   }
   const int64_t chunks = length / limits.chunk_elements;
   const int64_t threads = divide_up(chunks, limits.held_chunks);
+  // A cluster starts when all its blocks have room: a smaller one, of blocks that hold more, waits
+  // less.
+  const int64_t room = 2 * 512 * limits.held_chunks;
+  if (limits.cluster > 1 && threads > 512 * limits.held_cluster && chunks <= 8 * room) {
+    const int cluster = cluster_for(rows, chunks, room, room / 2, limits);
+    return {.kernel = RowKernel::held_in_both,
+            .threads = 512,
+            .cluster = cluster,
+            .capacity = static_cast<int>(divide_up(chunks, cluster))};
+  }
   int cluster = cluster_for(rows, threads, 512, 128, limits);
   if (threads > 1024 * cluster) cluster = limits.cluster;
   if (threads > 1024 * cluster) {
@@ -125,9 +138,13 @@ struct ColumnPlan {
   int lanes, threads;
 };
 
-inline ColumnPlan select_column_kernel(int64_t packs, int64_t length, int thread_lines) {
-  const int lanes = power_of_two_above(packs, 1, 32);
-  const int lines = power_of_two_above(divide_up(length, thread_lines), 1, 512 / lanes);
+// 32 lanes, or fewer, down to `least_lanes`, where a block then holds whole columns.
+inline ColumnPlan select_column_kernel(int64_t packs, int64_t length, int thread_lines,
+                                       int least_lanes) {
+  constexpr int kThreads = 512;
+  int lanes = power_of_two_above(packs, 1, 32);
+  while (lanes > least_lanes && kThreads / lanes * int64_t{thread_lines} < length) lanes /= 2;
+  const int lines = power_of_two_above(divide_up(length, thread_lines), 1, kThreads / lanes);
   return {lanes, std::max(lanes * lines, 32)};
 }
 
