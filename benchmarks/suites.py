@@ -28,7 +28,8 @@ def suite(name: str, device: str, tiny: bool = False) -> list[Attention | Softma
 
 def by_size(cases: Iterable[Attention]) -> list[Attention]:
     def operations(case: Attention) -> int:
-        return case.batch * case.heads_q * case.len_q * case.len_k * case.head_dim
+        pairs = sum(n * n for n in case.lengths) or case.batch * case.len_q * case.len_k
+        return case.heads_q * pairs * case.head_dim
 
     return sorted(cases, key=operations)
 
