@@ -62,10 +62,19 @@ __device__ bool fill_bias_typed(SharedTile<Real, Rows, Keys>& tile, int first_ro
                       : kNegativeInfinity<Real>;
       }
     }
+    constexpr int kChunk = SharedTile<Real, Rows, Keys>::kChunk;
+    struct alignas(16) Chunk {
+      Real value[kChunk];
+    };
 #pragma unroll
-    for (int e = 0; e < kPiece; ++e) {
-      visible = visible || term[e] != kNegativeInfinity<Real>;
-      *tile.at(r, k + e) = term[e];
+    for (int c = 0; c < kPiece / kChunk; ++c) {
+      Chunk chunk;
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        chunk.value[e] = term[c * kChunk + e];
+        visible = visible || chunk.value[e] != kNegativeInfinity<Real>;
+      }
+      *reinterpret_cast<Chunk*>(tile.chunk_at(r, k / kChunk + c)) = chunk;
     }
   }
   return visible;

@@ -76,11 +76,28 @@ __device__ __forceinline__ void hide(Real (&scores)[Blocks][4], const Position& 
 // (bias.cuh): both orientations find them there.
 template <class Tile>
 struct BiasView {
+  using Real = typename Tile::Element;
   const Tile& terms;
   int row, key;  // of the tile's first element
 
-  __device__ __forceinline__ auto at(int of_row, int of_key) const {
-    return *terms.at(of_row - row, of_key - key);
+  // The terms of elements 2 * half and 2 * half + 1 of a block: neighbours along keys ...
+  __device__ __forceinline__ void load(Real (&to)[2], const RowPosition& at, int block,
+                                       int half) const {
+    struct alignas(2 * sizeof(Real)) Pair {
+      Real value[2];
+    };
+    const Pair pair = *reinterpret_cast<const Pair*>(
+        terms.at(at.row_of(block, 2 * half) - row, at.key_of(block, 2 * half) - key));
+    to[0] = pair.value[0];
+    to[1] = pair.value[1];
+  }
+  // ... or along rows.
+  __device__ __forceinline__ void load(Real (&to)[2], const KeyPosition& at, int block,
+                                       int half) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      to[e] = *terms.at(at.row_of(block, 2 * half + e) - row, at.key_of(block, 2 * half) - key);
+    }
   }
 };
 struct NoTile {};
@@ -204,9 +221,14 @@ class GeneralScores {
 #pragma unroll
       for (int b = 0; b < Blocks; ++b) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const Real term = bias.at(at.row_of(b, e), at.key_of(b, e));
-          scores[b][e] = term == kNegativeInfinity<Real> ? term : scores[b][e] + term;
+        for (int half = 0; half < 2; ++half) {
+          Real terms[2];
+          bias.load(terms, at, b, half);
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            Real& score = scores[b][2 * half + e];
+            score = terms[e] == kNegativeInfinity<Real> ? terms[e] : score + terms[e];
+          }
         }
       }
     }

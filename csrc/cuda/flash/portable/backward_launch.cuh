@@ -70,20 +70,17 @@ void launch_gradients(const OpScope& scope, BackwardArguments a, const Workspace
   });
 }
 
-template <class Tiles>
+template <class Tile>
 void launch_score_sums(const OpScope& scope, const BackwardArguments& a, const UntypedView4& to,
                        bool by_distance) {
   if (!to) return;
-  with_device_tile<Tiles>(scope, flash_score_sums_kernel<Tiles>, [&](auto tile) {
-    using Tile = decltype(tile);
-    using Terms = GeneralScores<typename Tile::Real>;
-    const ScoreSums sums{to, by_distance, static_cast<int>(divide_up(to.size[2], Tile::kRows)),
-                         static_cast<int>(divide_up(to.size[3], Tile::kKeys))};
-    const int64_t blocks = to.size[0] * to.size[1] * sums.row_parts * sums.key_parts;
-    if (blocks == 0) return;
-    launch(scope, {blocks, Tile::kThreads, sizeof(BackwardShared<Tile, Terms>)},
-           flash_score_sums_kernel<Tiles>, a, sums);
-  });
+  using Terms = GeneralScores<typename Tile::Real>;
+  const ScoreSums sums{to, by_distance, static_cast<int>(divide_up(to.size[2], Tile::kRows)),
+                       static_cast<int>(divide_up(to.size[3], Tile::kKeys))};
+  const int64_t blocks = to.size[0] * to.size[1] * sums.row_parts * sums.key_parts;
+  if (blocks == 0) return;
+  launch(scope, {blocks, Tile::kThreads, sizeof(BackwardShared<Tile, Terms>)},
+         flash_score_sums_kernel<Tile>, a, sums);
 }
 
 template <class Arithmetic, int HeadDim>
@@ -94,8 +91,8 @@ void launch_general_gradients(const OpScope& scope, const BackwardArguments& a,
   if (out.grad_query || out.grad_key || out.grad_value) {
     launch_gradients<Tiles, GeneralScores<typename Arithmetic::Real>>(scope, a, workspace);
   }
-  launch_score_sums<Tiles>(scope, a, out.grad_mask, false);
-  launch_score_sums<Tiles>(scope, a, out.grad_alibi, true);
+  launch_score_sums<ScoreSumsTile<Arithmetic, HeadDim>>(scope, a, out.grad_mask, false);
+  launch_score_sums<ScoreSumsTile<Arithmetic, HeadDim>>(scope, a, out.grad_alibi, true);
 }
 
 template <class Element>

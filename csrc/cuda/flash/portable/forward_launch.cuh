@@ -60,6 +60,14 @@ void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Works
   }
 }
 
+// Whether rows see few keys, for tiles of up to 128 columns.
+inline bool is_short(const AttentionProblem& p) {
+  const int64_t dim = std::max(p.head_dim, p.head_dim_v), keys = p.sequences.max_len_k;
+  const bool some_hidden = p.mask_rule.causal || p.mask_rule.window_left < keys ||
+                           p.mask_rule.window_right < keys;
+  return dim <= 128 && (some_hidden ? keys <= 1024 : dim > 64 && keys <= 512);
+}
+
 // Plain and general scores have tiles of their own: the general ones are fewer, since none is the
 // hot path of its width.
 template <class Element>
@@ -86,6 +94,15 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
                                                                                        workspace);
             },
             Width<64>{}, Width<128>{}, Width<256>{});
+      }
+      if (is_short(p)) {
+        return with_width(
+            p,
+            [&](auto width) {
+              launch_forward_kernel<ShortTile<Arithmetic, width.value>, PlainScores>(scope, a,
+                                                                                     workspace);
+            },
+            Width<64>{}, Width<128>{});
       }
       return with_width(
           p,

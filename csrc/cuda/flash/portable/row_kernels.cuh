@@ -39,8 +39,11 @@ __device__ __forceinline__ Accumulator<Element> dot(const Element* a, int64_t st
       for (int i = 0; i < kChunk; ++i) sum += left[i] * right[i];
     }
   } else {
-    for (int c = lane; c < columns; c += kLanesPerRow) {
-      sum += convert<Real>(a[c * stride_a]) * convert<Real>(b[c * stride_b]);
+    // The same terms in the same order: layouts do not change results.
+    for (int c = lane * kChunk; c < columns; c += kLanesPerRow * kChunk) {
+      for (int i = c; i < min(c + kChunk, columns); ++i) {
+        sum += convert<Real>(a[i * stride_a]) * convert<Real>(b[i * stride_b]);
+      }
     }
   }
   return sum;

@@ -14,13 +14,15 @@ struct ScoreSums {
   int row_parts, key_parts;  // tiles of `to`; a broadcast dimension has one
 };
 
+// Small tiles on every GPU: nothing is loaded ahead, so several blocks hide each other's waits.
+template <class Arithmetic, int HeadDim>
+using ScoreSumsTile = BackwardTiles<Arithmetic, HeadDim, true, Room::small>;
+
 // Blocks: (batch, heads, row tiles, key tiles) of the result, slowest first.
-template <class Tiles>
-__global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
-                                  DeviceTile<Tiles>::kBlocksPerMultiprocessor)
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
     flash_score_sums_kernel(const __grid_constant__ BackwardArguments a,
                             const __grid_constant__ ScoreSums sums) {
-  using Tile = DeviceTile<Tiles>;
   using Arithmetic = typename Tile::Arithmetic;
   using Element = typename Tile::Element;
   using Real = typename Tile::Real;

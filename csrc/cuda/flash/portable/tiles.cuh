@@ -58,13 +58,13 @@ struct BackwardTilesOf {
   FLASHATTN_FORWARD(TensorCores<bfloat16>, HeadDim, General, __VA_ARGS__)
 
 //                            depth value rows keys warps blocks
-FLASHATTN_FORWARD_16BIT(64, false, 64, 64, 128, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(64, false, 64, 64, 128, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(96, false, 96, 96, 128, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(128, false, 128, 128, 128, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(192, false, 192, 192, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(256, false, 256, 256, 64, 64, 4, 2);
-FLASHATTN_FORWARD_16BIT(64, true, 64, 64, 64, 64, 4, 3);
-FLASHATTN_FORWARD_16BIT(128, true, 128, 128, 64, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(64, true, 64, 64, 64, 64, 4, 4);
+FLASHATTN_FORWARD_16BIT(128, true, 128, 128, 64, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(256, true, 256, 256, 64, 32, 4, 2);
 FLASHATTN_FORWARD_16BIT(512, true, 128, 128, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<float>, 64, true, 64, 64, 64, 64, 4, 2);
@@ -72,6 +72,10 @@ FLASHATTN_FORWARD(MultiplyAdds<float>, 128, true, 128, 128, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<float>, 512, true, 64, 64, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 64, true, 64, 64, 32, 32, 2, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 512, true, 32, 32, 32, 32, 2, 2);
+// Where rows see few keys, blocks of fewer rows balance better and waste less on the diagonal.
+template <class Arithmetic, int HeadDim>
+using ShortTile =
+    ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, 64, 64, 4, HeadDim <= 64 ? 4 : 3>;
 // Few query rows read their keys once: what counts is how many blocks have loads in flight.
 inline constexpr int kFewRows = 16;
 template <class Arithmetic, int HeadDim>
@@ -93,20 +97,20 @@ FLASHATTN_BACKWARD_16BIT(64, false, small, 64, 64, 128, 32, 4, 1, 1, 2, 1);
 FLASHATTN_BACKWARD_16BIT(64, false, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
 FLASHATTN_BACKWARD_16BIT(64, false, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
 FLASHATTN_BACKWARD_16BIT(64, true, small, 64, 64, 128, 32, 8, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(64, true, medium, 64, 64, 128, 32, 8, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(64, true, large, 64, 64, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(64, true, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, true, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
 FLASHATTN_BACKWARD_16BIT(128, false, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(128, false, medium, 128, 128, 128, 64, 8, 1, 4, 2, 1);
 FLASHATTN_BACKWARD_16BIT(128, false, large, 128, 128, 128, 64, 2, 4, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(128, true, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(128, true, medium, 128, 128, 128, 32, 8, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(128, true, large, 128, 128, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, true, large, 128, 128, 128, 64, 2, 4, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(256, false, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_16BIT(256, false, medium, 256, 256, 64, 64, 2, 4, 2, 1, 1);
 FLASHATTN_BACKWARD_16BIT(256, false, large, 256, 256, 64, 64, 2, 4, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(256, true, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_16BIT(256, true, medium, 256, 256, 64, 32, 4, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_16BIT(256, true, large, 256, 256, 64, 32, 4, 2, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(256, true, large, 256, 256, 64, 64, 2, 4, 2, 1, 1);
 #undef FLASHATTN_BACKWARD_16BIT
 
 // The tiles that fit every GPU.
