@@ -130,11 +130,12 @@ DenseGradients flash_attention_backward(
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
   const CheckedProblem checked = check_dense(query, key, value, {attn_mask, key_lengths}, options);
-  const Gradients gradients(query, key, value, attn_mask, options,
-                            {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5]},
-                            query.is_cuda() && checked.problem.head_dim > 0 ? Start::unwritten
-                                                                            : Start::zero);
-  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, deterministic, gradients);
+  const Gradients gradients(
+      query, key, value, attn_mask, options,
+      {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5]},
+      query.is_cuda() && checked.problem.head_dim > 0 ? Start::unwritten : Start::zero);
+  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, deterministic,
+           gradients);
   return {gradients.query(), gradients.key(),   gradients.value(),
           gradients.mask(),  gradients.alibi(), gradients.sinks()};
 }
@@ -175,7 +176,8 @@ PackedGradients flash_attention_varlen_backward(
   const CheckedProblem checked = check_packed(query, key, value, packed, options);
   const Gradients gradients(query, key, value, std::nullopt, options,
                             {wanted[0], wanted[1], wanted[2], false, wanted[3], wanted[4]});
-  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, deterministic, gradients);
+  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, deterministic,
+           gradients);
   return {gradients.query(), gradients.key(), gradients.value(), gradients.alibi(),
           gradients.sinks()};
 }

@@ -197,8 +197,8 @@ class GeneralScores {
     return power_of_two(((score - lse.high) - lse.low) * kLog2E<Real>);
   }
 
-  // From dot products to scores. `on_slope(block, element, slope)` gets d (capped score) / d (scaled
-  // dot product) where that is not 1.
+  // From dot products to scores. `on_slope(block, element, slope)` gets d (capped score) / d
+  // (scaled dot product) where that is not 1.
   template <int Blocks, class Position, class Bias, class OnSlope>
   __device__ __forceinline__ void apply(Real (&scores)[Blocks][4], const Position& at,
                                         const Bias& bias, const OnSlope& on_slope) const {

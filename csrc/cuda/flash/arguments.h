@@ -50,8 +50,7 @@ struct ForwardArguments {
     const int value_part = block % value_parts;
     block /= value_parts;
     const int heads = static_cast<int>(problem.heads_q);
-    return {block / heads, block % heads, part * row_tile, value_part * value_tile,
-            split};
+    return {block / heads, block % heads, part * row_tile, value_part * value_tile, split};
   }
 };
 
@@ -95,8 +94,8 @@ struct BackwardArguments {
   PaddedRows padded;
   // Accumulator type, by padded row: lse split as the scores want it, and the row terms.
   void *lse_high = nullptr, *lse_low = nullptr, *deltas = nullptr;
-  void* grad_query = nullptr;  // sums, tile by tile in the order of the kernel's accumulators
-  int* turns = nullptr;        // deterministic: how many key tiles have added to a row tile
+  void* grad_query = nullptr;     // sums, tile by tile in the order of the kernel's accumulators
+  int* turns = nullptr;           // deterministic: how many key tiles have added to a row tile
   void* partial_sinks = nullptr;  // (batch, heads_q, row_parts); may be null
 };
 

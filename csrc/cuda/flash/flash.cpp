@@ -37,10 +37,9 @@ Chunked chunked_of(const AttentionProblem& p) {
 void check_lengths(const OpScope& scope, const AttentionProblem& p) {
   const int64_t longest = std::max(p.sequences.max_len_q, p.sequences.max_len_k);
   if (longest >= kUnlimitedOf<int>) {
-    throw std::runtime_error(std::string("flashattn_ext::") + scope.op() +
-                             ": expected sequences shorter than " +
-                             std::to_string(kUnlimitedOf<int>) + " on CUDA, got length " +
-                             std::to_string(longest));
+    throw std::runtime_error(
+        std::string("flashattn_ext::") + scope.op() + ": expected sequences shorter than " +
+        std::to_string(kUnlimitedOf<int>) + " on CUDA, got length " + std::to_string(longest));
   }
 }
 

@@ -1,4 +1,5 @@
 #include "cuda/flash/portable/backward_launch.cuh"
 
-template void flashattn::cuda::portable::launch_backward<double>(
-    const OpScope&, const BackwardArguments&, const Workspace&);
+template void flashattn::cuda::portable::launch_backward<double>(const OpScope&,
+                                                                 const BackwardArguments&,
+                                                                 const Workspace&);

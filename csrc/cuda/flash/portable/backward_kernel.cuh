@@ -4,15 +4,16 @@
 //   scores^T = key * query^T,  grads^T = value * grad_out^T        (the next rows arrive meanwhile)
 //   -> probabilities^T, score gradients^T
 //   grad_value += probabilities^T * grad_out,  grad_key += score gradients^T * query
-//   grad_query += score gradients * key        (added to a workspace that all blocks of a head share)
+//   grad_query += score gradients * key        (added to a workspace that all blocks of a head
+//   share)
 // The sums in the workspace lie in the order of the accumulators; a last kernel (row_kernels.cuh)
 // makes grad_query of them. Added in any order they differ in the last bits from run to run; the
 // deterministic mode takes turns.
 #pragma once
 
 #include "cuda/attend/scores.cuh"
-#include "cuda/flash/portable/tiles.cuh"
 #include "cuda/flash/portable/store.cuh"
+#include "cuda/flash/portable/tiles.cuh"
 #include "cuda/ptx/reduce.cuh"
 
 namespace flashattn::cuda::portable {
@@ -118,8 +119,11 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
     const DropoutStream stream =
         Terms::kGeneral && p.dropout ? p.dropout.stream(batch, p.heads_q, head) : DropoutStream{};
     // Key tiles add to grad_query of these rows from the last that they see to the first.
-    int* const turn = a.turns + ((static_cast<int64_t>(batch) * p.heads_q + head) * a.slices +
-                                 slice / Tile::kSlice) * a.row_parts + row / Tile::kRows;
+    int* const turn =
+        a.turns +
+        ((static_cast<int64_t>(batch) * p.heads_q + head) * a.slices + slice / Tile::kSlice) *
+            a.row_parts +
+        row / Tile::kRows;
     const int my_turn =
         (mask.keys_for({row, min(row + Tile::kRows, len_q)}).end - 1) / Tile::kKeys - part;
     const bool visible = fill_general_terms<Tile, Terms>(shared, a, stream, batch, head, row,
@@ -140,23 +144,29 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
                                         len_q - row, column, a.chunked.grad_out);
           },
           warp_key, warp_row, lane);
-      const bool hidden_pairs = !mask.all_visible({row, row + Tile::kRows},
-                                                  {keys.begin, keys.begin + Tile::kKeys});
+      const bool hidden_pairs =
+          !mask.all_visible({row, row + Tile::kRows}, {keys.begin, keys.begin + Tile::kKeys});
       const Terms terms(p, batch, head, mask);
       gradient_step<Tile, true>(p, terms, shared, stage, keys.begin, row, warp_key, warp_row,
                                 hidden_pairs, dots, grads, lane);
 
       const auto& query_tile = [&]() -> const auto& {
-        if constexpr (Tile::kWhole) return shared.stream[stage][0];
-        else return shared.stream_slice[0];
+        if constexpr (Tile::kWhole)
+          return shared.stream[stage][0];
+        else
+          return shared.stream_slice[0];
       }();
       const auto& grad_out_tile = [&]() -> const auto& {
-        if constexpr (Tile::kWhole) return shared.stream[stage][1];
-        else return shared.stream_slice[1];
+        if constexpr (Tile::kWhole)
+          return shared.stream[stage][1];
+        else
+          return shared.stream_slice[1];
       }();
       const auto& key_tile = [&]() -> const auto& {
-        if constexpr (Tile::kWhole) return shared.own[0];
-        else return shared.own_slice;
+        if constexpr (Tile::kWhole)
+          return shared.own[0];
+        else
+          return shared.own_slice;
       }();
       const int column = column_warp * kWarpColumns;
       Arithmetic::store(grads, shared.score_gradients, warp_key, warp_row, lane);
@@ -184,9 +194,10 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       Arithmetic::transposed_multiply(grad_query, shared.score_gradients, query_row, key_tile,
                                       query_column, lane);
       if (a.deterministic) wait_for(turn, my_turn);
-      Real* const sums = static_cast<Real*>(a.grad_query) +
-                         (a.padded.begin(p, sequence, batch, head) + row) * a.slices * Tile::kSlice +
-                         Tile::kRows * slice;
+      Real* const sums =
+          static_cast<Real*>(a.grad_query) +
+          (a.padded.begin(p, sequence, batch, head) + row) * a.slices * Tile::kSlice +
+          Tile::kRows * slice;
 #pragma unroll
       for (int f = 0; f < kQueryFragments; ++f) {
 #pragma unroll
@@ -230,7 +241,8 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
         sums, staging, warp_key, column,
         {to.at(batch, kv_head, sequence.k_begin + keys.begin, slice + column), to.stride[2],
          to.stride[3], min(stored_keys - keys.begin, Tile::kKeys),
-         static_cast<int>(view.size[3]) - slice - column, &view == &a.outputs.grad_key ? a.chunked.grad_key : a.chunked.grad_value},
+         static_cast<int>(view.size[3]) - slice - column,
+         &view == &a.outputs.grad_key ? a.chunked.grad_key : a.chunked.grad_value},
         lane);
   };
   store(grad_key, shared.own[0], a.outputs.grad_key);

@@ -103,9 +103,7 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
     launch_row_terms<Element, GeneralScores<typename Arithmetic::Real>>(scope, a);
     with_width(
         p,
-        [&](auto width) {
-          launch_general_gradients<Arithmetic, width.value>(scope, a, workspace);
-        },
+        [&](auto width) { launch_general_gradients<Arithmetic, width.value>(scope, a, workspace); },
         widths...);
   };
   if constexpr (sizeof(Element) == 2) {
@@ -122,7 +120,7 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
     }
     general(Arithmetic{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
   } else if constexpr (sizeof(Element) == 4) {
-    general(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
+    general(SplitTensorCores{}, Width<64>{}, Width<128>{}, Width<512>{});
   } else {
     general(MultiplyAdds<Element>{}, Width<64>{}, Width<512>{});
   }

@@ -71,9 +71,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     load_tile<Tile::kThreads>(
         shared.query,
         GlobalMatrix<Element>{
-            query.at(task.batch, task.head, sequence.q_begin + rows.begin, column),
-            query.stride[2], query.stride[3], rows.size(), head_dim - column,
-            arguments.chunked.query});
+            query.at(task.batch, task.head, sequence.q_begin + rows.begin, column), query.stride[2],
+            query.stride[3], rows.size(), head_dim - column, arguments.chunked.query});
   };
   const auto load_keys = [&](int from, int column) {
     load_tile<Tile::kThreads>(
@@ -84,10 +83,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   };
   const auto load_values = [&](int from) {
     load_tile<Tile::kThreads>(
-        shared.values,
-        GlobalMatrix<Element>{head_values + from * value.stride[2], value.stride[2],
-                              value.stride[3], seen.end - from, value_columns,
-                              arguments.chunked.value});
+        shared.values, GlobalMatrix<Element>{head_values + from * value.stride[2], value.stride[2],
+                                             value.stride[3], seen.end - from, value_columns,
+                                             arguments.chunked.value});
     ptx::cp_async_commit();
   };
 
@@ -118,8 +116,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       if (p.attn_mask) {
         const BiasSource source(p.attn_mask, arguments.chunked.bias, task.batch, task.head, len_q,
                                 len_k);
-        const bool visible =
-            fill_bias<Tile::kThreads>(shared.bias, rows.begin, first, source);
+        const bool visible = fill_bias<Tile::kThreads>(shared.bias, rows.begin, first, source);
         if (!__syncthreads_or(visible)) {  // nobody sees anything here
           prefetch_keys(first + Tile::kKeys);
           continue;

@@ -31,8 +31,7 @@ int splits_of(const OpScope& scope, const ForwardArguments& a) {
   const int64_t room = int64_t{scope.device().multiprocessors} * Tile::kBlocksPerMultiprocessor;
   const int64_t wanted = room / std::max<int64_t>(a.blocks(), 1);
   const int64_t most = a.problem.sequences.max_len_k / (4 * Tile::kKeys);
-  return static_cast<int>(
-      std::max<int64_t>(std::min({wanted, most, int64_t{kMostSplits}}), 1));
+  return static_cast<int>(std::max<int64_t>(std::min({wanted, most, int64_t{kMostSplits}}), 1));
 }
 
 template <class Tile, class Scores>
@@ -63,8 +62,8 @@ void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Works
 // Whether rows see few keys, for tiles of up to 128 columns.
 inline bool is_short(const AttentionProblem& p) {
   const int64_t dim = std::max(p.head_dim, p.head_dim_v), keys = p.sequences.max_len_k;
-  const bool some_hidden = p.mask_rule.causal || p.mask_rule.window_left < keys ||
-                           p.mask_rule.window_right < keys;
+  const bool some_hidden =
+      p.mask_rule.causal || p.mask_rule.window_left < keys || p.mask_rule.window_right < keys;
   return dim <= 128 && (some_hidden ? keys <= 1024 : dim > 64 && keys <= 512);
 }
 
@@ -114,7 +113,7 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
     }
     general(TensorCores<Element>{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
   } else if constexpr (sizeof(Element) == 4) {
-    general(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
+    general(SplitTensorCores{}, Width<64>{}, Width<128>{}, Width<512>{});
   } else {
     general(MultiplyAdds<Element>{}, Width<64>{}, Width<512>{});
   }

@@ -12,8 +12,9 @@
 
 namespace flashattn::cuda::portable {
 
-// A block owns Keys keys and streams Rows query rows at a time. KeyWarps share the keys, ColumnWarps
-// the query rows of scores and the columns of gradients; QueryWarps the rows of grad_query.
+// A block owns Keys keys and streams Rows query rows at a time. KeyWarps share the keys,
+// ColumnWarps the query rows of scores and the columns of gradients; QueryWarps the rows of
+// grad_query.
 //
 // HeadDim covers head_dim and head_dim_v. Where the operand tiles of that width do not fit into
 // shared memory, products run over Depth columns at a time, and a block makes Slice columns of the
@@ -69,12 +70,8 @@ __device__ __forceinline__ GlobalMatrix<Element> head_matrix(const UntypedView4&
                                                              int head, int64_t first, int rows,
                                                              int column, bool chunked) {
   const auto typed = view.as<const Element>();
-  return {typed.at(batch, head, first, column),
-          view.stride[2],
-          view.stride[3],
-          rows,
-          static_cast<int>(view.size[3]) - column,
-          chunked};
+  return {typed.at(batch, head, first, column),    view.stride[2], view.stride[3], rows,
+          static_cast<int>(view.size[3]) - column, chunked};
 }
 
 // sum = own * stream^T over the whole head dim. `own` and `stream` give the matrix from a column
@@ -114,8 +111,8 @@ __device__ __forceinline__ void load_row_terms(Shared& shared, int stage,
     const int array = i / kChunks, at = i % kChunks * kChunk;
     const void* from = array == 0 ? a.lse_high : array == 1 ? a.lse_low : a.deltas;
     Real* to = array == 0 ? terms.lse_high : array == 1 ? terms.lse_low : terms.deltas;
-    ptx::cp_async_16(ptx::shared_address(to + at),
-                     static_cast<const Real*>(from) + padded_row + at, true);
+    ptx::cp_async_16(ptx::shared_address(to + at), static_cast<const Real*>(from) + padded_row + at,
+                     true);
   }
 }
 
@@ -142,11 +139,12 @@ __device__ __forceinline__ bool fill_general_terms(Shared& shared, const Backwar
 // `dots`) and d loss / d (scaled dot product) (in `grads`) or, without slopes, d loss / d score.
 // The warp's fragments begin at (warp_key, warp_row) of the tile from (key, row) on.
 template <class Tile, bool WithSlopes, class Terms, class Shared, int F, int Blocks>
-__device__ __forceinline__ void gradient_step(
-    const AttentionProblem& p, const Terms& terms, const Shared& shared, int stage, int key,
-    int row, int warp_key, int warp_row, bool hidden_pairs,
-    Accumulators<typename Tile::Real, F, Blocks>& dots,
-    Accumulators<typename Tile::Real, F, Blocks>& grads, int lane) {
+__device__ __forceinline__ void gradient_step(const AttentionProblem& p, const Terms& terms,
+                                              const Shared& shared, int stage, int key, int row,
+                                              int warp_key, int warp_row, bool hidden_pairs,
+                                              Accumulators<typename Tile::Real, F, Blocks>& dots,
+                                              Accumulators<typename Tile::Real, F, Blocks>& grads,
+                                              int lane) {
   using Real = typename Tile::Real;
   const auto& rows = shared.row_terms[stage];
   const int first = warp_row + 2 * (lane % 4);

@@ -24,8 +24,8 @@ __device__ __forceinline__ Real warp_sum(Real value) {
 // The sum of two rows' products that `lane`, one of kLanesPerRow, has a share of.
 template <class Element>
 __device__ __forceinline__ Accumulator<Element> dot(const Element* a, int64_t stride_a,
-                                                    const Element* b, int64_t stride_b,
-                                                    int columns, bool chunked, int lane) {
+                                                    const Element* b, int64_t stride_b, int columns,
+                                                    bool chunked, int lane) {
   using Real = Accumulator<Element>;
   constexpr int kChunk = Chunk<Element>::kSize;
   Real sum = 0;

@@ -89,13 +89,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       return;
     }
     Accumulators<Real, Tile::kFragments, Tile::kWarpRows / 8> dots, grads;
-    product<Tile>(dots, shared, 0, 0, static_cast<int>(p.head_dim), keys, query, warp_key,
-                  warp_row, lane);
+    product<Tile>(dots, shared, 0, 0, static_cast<int>(p.head_dim), keys, query, warp_key, warp_row,
+                  lane);
     product<Tile>(grads, shared, 0, 1, static_cast<int>(p.head_dim_v), values, grad_out, warp_key,
                   warp_row, lane);
     const Terms terms(p, batch, head, mask);
-    gradient_step<Tile, false>(p, terms, shared, 0, key, row, warp_key, warp_row, true, dots,
-                               grads, lane);
+    gradient_step<Tile, false>(p, terms, shared, 0, key, row, warp_key, warp_row, true, dots, grads,
+                               lane);
 #pragma unroll
     for (int f = 0; f < Tile::kFragments; ++f) {
       const KeyPosition at{key + warp_key + 16 * f + lane / 4, row + warp_row + 2 * (lane % 4)};
@@ -104,9 +104,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const Real weight =
-              sums.by_distance
-                  ? alibi_distance<Real>(at.row_of(b, e), mask.shift, at.key_of(b, e))
-                  : Real(1);
+              sums.by_distance ? alibi_distance<Real>(at.row_of(b, e), mask.shift, at.key_of(b, e))
+                               : Real(1);
           sum.value[f][b][e] += grads.value[f][b][e] * weight;
         }
       }

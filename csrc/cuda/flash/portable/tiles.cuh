@@ -3,6 +3,7 @@
 
 #include "cuda/flash/portable/gradient_step.cuh"
 #include "cuda/tile/products.cuh"
+#include "cuda/tile/split_products.cuh"
 
 namespace flashattn::cuda::portable {
 
@@ -26,8 +27,9 @@ struct ForwardTile {
 // was compiled for (backward_launch.cuh).
 enum class Room { small, medium, large };
 constexpr Room room_of(int arch) {
-  return arch == 80 || arch == 87 ? Room::medium : arch < 90 || arch >= 120 ? Room::small
-                                                                            : Room::large;
+  return arch == 80 || arch == 87   ? Room::medium
+         : arch < 90 || arch >= 120 ? Room::small
+                                    : Room::large;
 }
 #if defined(__CUDA_ARCH__)
 inline constexpr Room kDeviceRoom = room_of(__CUDA_ARCH__ / 10);
@@ -67,9 +69,9 @@ FLASHATTN_FORWARD_16BIT(64, true, 64, 64, 64, 64, 4, 4);
 FLASHATTN_FORWARD_16BIT(128, true, 128, 128, 64, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(256, true, 256, 256, 64, 32, 4, 2);
 FLASHATTN_FORWARD_16BIT(512, true, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(MultiplyAdds<float>, 64, true, 64, 64, 64, 64, 4, 2);
-FLASHATTN_FORWARD(MultiplyAdds<float>, 128, true, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(MultiplyAdds<float>, 512, true, 64, 64, 64, 32, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores, 64, true, 64, 64, 64, 64, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores, 128, true, 128, 128, 64, 32, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores, 512, true, 64, 64, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 64, true, 64, 64, 32, 32, 2, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 512, true, 32, 32, 32, 32, 2, 2);
 // Where rows see few keys, blocks of fewer rows balance better and waste less on the diagonal.
@@ -79,8 +81,8 @@ using ShortTile =
 // Few query rows read their keys once: what counts is how many blocks have loads in flight.
 inline constexpr int kFewRows = 16;
 template <class Arithmetic, int HeadDim>
-using FewRowsTile = ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, kFewRows,
-                                HeadDim <= 128 ? 64 : 32, 1, 4>;
+using FewRowsTile =
+    ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, kFewRows, HeadDim <= 128 ? 64 : 32, 1, 4>;
 #undef FLASHATTN_FORWARD_16BIT
 #undef FLASHATTN_FORWARD
 
@@ -92,7 +94,8 @@ using FewRowsTile = ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, kFewRows,
   FLASHATTN_BACKWARD(TensorCores<float16>, HeadDim, General, room, __VA_ARGS__); \
   FLASHATTN_BACKWARD(TensorCores<bfloat16>, HeadDim, General, room, __VA_ARGS__)
 
-//                                        depth slice keys rows  warps: key column query  stages blocks
+//                                        depth slice keys rows  warps: key column query  stages
+//                                        blocks
 FLASHATTN_BACKWARD_16BIT(64, false, small, 64, 64, 128, 32, 4, 1, 1, 2, 1);
 FLASHATTN_BACKWARD_16BIT(64, false, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
 FLASHATTN_BACKWARD_16BIT(64, false, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
@@ -120,9 +123,9 @@ FLASHATTN_BACKWARD_16BIT(256, true, large, 256, 256, 64, 64, 2, 4, 2, 1, 1);
       : BackwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
 FLASHATTN_BACKWARD_ANY(TensorCores<float16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(TensorCores<bfloat16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
-FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 64, 64, 64, 64, 32, 4, 1, 2, 1, 2);
-FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 128, 128, 128, 32, 32, 2, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 512, 64, 64, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(SplitTensorCores, 64, 64, 64, 64, 32, 4, 1, 2, 1, 2);
+FLASHATTN_BACKWARD_ANY(SplitTensorCores, 128, 128, 128, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(SplitTensorCores, 512, 64, 64, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 64, 64, 64, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 512, 32, 32, 32, 32, 2, 2, 2, 1, 1);
 #undef FLASHATTN_BACKWARD_ANY
