@@ -81,7 +81,9 @@ def flash_attention(
             added.
         sinks: floating (heads_q): a logit that takes its share of every row's softmax and attends
             to nothing.
-        deterministic: bitwise reproducible gradients (results always are). None: as
+        deterministic: bitwise reproducible gradients (results always are, and on the CPU gradients
+            too). On CUDA backward adds up the gradient of query in any order, unless this is True:
+            then blocks take turns, which takes longer but no more memory. None: as
             `torch.are_deterministic_algorithms_enabled()` says when backward runs.
         rng_state: int64 (2), the dropout state (:func:`flashattn_ext.reserve_rng`); None: drawn
             here.
