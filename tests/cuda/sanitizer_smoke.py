@@ -80,6 +80,54 @@ def naive_attention(dtype):
             torch.autograd.grad(total, leaves)
 
 
+# (heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v): every width of the tiles, lengths around
+# their edges, odd head dims, and few rows over keys that are split.
+FLASH = (
+    (2, 2, 65, 130, 64, 64),
+    (4, 2, 70, 33, 40, 24),
+    (2, 1, 129, 65, 128, 128),
+    (2, 2, 17, 80, 96, 96),
+    (1, 1, 33, 65, 192, 256),
+    (1, 1, 20, 40, 300, 33),
+    (2, 1, 3, 2000, 64, 64),
+    (3, 1, 9, 31, 7, 5),
+)
+
+
+def flash_attention(dtype):
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    for heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v in FLASH:
+        query = torch.randn(2, heads_q, len_q, head_dim, device="cuda", dtype=dtype)
+        key = torch.randn(2, len_k, heads_kv, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+        value = torch.randn(2, heads_kv, len_k, head_dim_v, device="cuda", dtype=dtype)
+        every = {
+            "attn_mask": torch.randn(heads_q, 1, len_k, device="cuda", dtype=dtype),
+            "key_lengths": torch.tensor([len_k, len_k // 2], device="cuda"),
+            "window": (len_k // 2, 3),
+            "alignment": "bottom_right",
+            "dropout_p": 0.3,
+            "softcap": 3.0,
+            "alibi_slopes": torch.rand(heads_q, device="cuda", dtype=real),
+            "sinks": torch.randn(heads_q, device="cuda", dtype=dtype),
+        }
+        for options in ({}, {"causal": True, "deterministic": True}, every):
+            tensors = [query, key, value, *options.values()]
+            leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            out = flashattn_ext.flash_attention(query, key, value, **options)
+            torch.autograd.grad(out.sum(), leaves)
+        rows = [tensor.detach().transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+        for leaf in rows:
+            leaf.requires_grad_()
+        ends = [
+            torch.tensor([0, length, 2 * length], device="cuda", dtype=torch.int32)
+            for length in (len_q, len_k)
+        ]
+        out = flashattn_ext.flash_attention_varlen(*rows, *ends, len_q, len_k)
+        torch.autograd.grad(out.sum(), rows)
+
+
 def main():
     ops = torch.ops.flashattn_ext
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -91,6 +139,7 @@ def main():
                     output = getattr(ops, name).default(tensor, dim)
                     getattr(ops, f"{name}_backward").default(tensor, output, dim, dtype)
         naive_attention(dtype)
+        flash_attention(dtype)
     state = torch.tensor([1, 2], device="cuda")
     for len_k in (32, 33, 128):
         flashattn_ext.dropout_mask(state, 2, 2, 3, len_k, 0.5)

@@ -102,6 +102,9 @@ struct BiasView {
 };
 struct NoTile {};
 
+// Whether scores are a positive multiple of the dot product, or have other terms too.
+enum class ScoreKind { plain, general };
+
 // Scores are dot products times a positive scale, which the exponential applies: nothing to do.
 // References are whole numbers in units of log2, so that a score's distance from one is rounded
 // once however large both are. What rounding scale * log2(e) lost is made good where a row's lse

@@ -26,6 +26,7 @@ struct SplitTensorCores {
       for (int i = 0; i < Count; ++i) {
         const float value = __uint_as_float(word[i]);
         large[i] = ptx::to_tf32(value);
+        if (large[i] << 1 == 0xff000000u) large[i] = word[i] & 0xffffe000u;  // not up to infinity
         const float rest = value - __uint_as_float(large[i]);
         const bool is_finite = fabsf(value) < INFINITY;
         small[i] = is_finite ? ptx::to_tf32(rest) : 0u;

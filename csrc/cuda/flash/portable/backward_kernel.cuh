@@ -147,8 +147,9 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       const bool hidden_pairs =
           !mask.all_visible({row, row + Tile::kRows}, {keys.begin, keys.begin + Tile::kKeys});
       const Terms terms(p, batch, head, mask);
-      gradient_step<Tile, true>(p, terms, shared, stage, keys.begin, row, warp_key, warp_row,
-                                hidden_pairs, dots, grads, lane);
+      gradient_step<Tile, GradientOf::dot_product>(p, terms, shared, stage, keys.begin, row,
+                                                   warp_key, warp_row, hidden_pairs, dots, grads,
+                                                   lane);
 
       const auto& query_tile = [&]() -> const auto& {
         if constexpr (Tile::kWhole)

@@ -86,7 +86,7 @@ void launch_score_sums(const OpScope& scope, const BackwardArguments& a, const U
 template <class Arithmetic, int HeadDim>
 void launch_general_gradients(const OpScope& scope, const BackwardArguments& a,
                               const Workspace& workspace) {
-  using Tiles = BackwardTilesOf<Arithmetic, HeadDim, true>;
+  using Tiles = BackwardTilesOf<Arithmetic, HeadDim, ScoreKind::general>;
   const BackwardOutputs& out = a.outputs;
   if (out.grad_query || out.grad_key || out.grad_value) {
     launch_gradients<Tiles, GeneralScores<typename Arithmetic::Real>>(scope, a, workspace);
@@ -113,8 +113,8 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
       return with_width(
           p,
           [&](auto width) {
-            launch_gradients<BackwardTilesOf<Arithmetic, width.value, false>, PlainScores>(
-                scope, a, workspace);
+            launch_gradients<BackwardTilesOf<Arithmetic, width.value, ScoreKind::plain>,
+                             PlainScores>(scope, a, workspace);
           },
           Width<64>{}, Width<128>{}, Width<256>{});
     }

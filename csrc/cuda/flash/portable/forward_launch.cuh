@@ -77,7 +77,7 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
     with_width(
         p,
         [&](auto width) {
-          launch_forward_kernel<ForwardTiles<Arithmetic, width.value, true>,
+          launch_forward_kernel<ForwardTiles<Arithmetic, width.value, ScoreKind::general>,
                                 GeneralScores<typename Arithmetic::Real>>(scope, a, workspace);
         },
         widths...);
@@ -106,8 +106,8 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
       return with_width(
           p,
           [&](auto width) {
-            launch_forward_kernel<ForwardTiles<Arithmetic, width.value, false>, PlainScores>(
-                scope, a, workspace);
+            launch_forward_kernel<ForwardTiles<Arithmetic, width.value, ScoreKind::plain>,
+                                  PlainScores>(scope, a, workspace);
           },
           Width<64>{}, Width<96>{}, Width<128>{}, Width<192>{}, Width<256>{});
     }

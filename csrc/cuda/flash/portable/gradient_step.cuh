@@ -135,10 +135,14 @@ __device__ __forceinline__ bool fill_general_terms(Shared& shared, const Backwar
   return true;
 }
 
+// By what the loss is differentiated: scaled dot products, or scores, which softcap and the terms
+// added to them lie between.
+enum class GradientOf { dot_product, score };
+
 // From dot products and grad_out * value^T of a warp to the probabilities after dropout (in
-// `dots`) and d loss / d (scaled dot product) (in `grads`) or, without slopes, d loss / d score.
+// `dots`) and the gradient (in `grads`).
 // The warp's fragments begin at (warp_key, warp_row) of the tile from (key, row) on.
-template <class Tile, bool WithSlopes, class Terms, class Shared, int F, int Blocks>
+template <class Tile, GradientOf gradient_of, class Terms, class Shared, int F, int Blocks>
 __device__ __forceinline__ void gradient_step(const AttentionProblem& p, const Terms& terms,
                                               const Shared& shared, int stage, int key, int row,
                                               int warp_key, int warp_row, bool hidden_pairs,
@@ -170,7 +174,7 @@ __device__ __forceinline__ void gradient_step(const AttentionProblem& p, const T
     if constexpr (Terms::kGeneral) {
       const BiasView<decltype(shared.bias)> bias{shared.bias, row, key};
       terms.apply(dot, at, bias, [&](int b, int e, Real slope) {
-        if (WithSlopes) grad[b][e] *= slope;
+        if (gradient_of == GradientOf::dot_product) grad[b][e] *= slope;
       });
     }
     if (hidden_pairs) hide(dot, at, shared.mask);

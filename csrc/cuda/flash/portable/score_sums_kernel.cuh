@@ -16,7 +16,7 @@ struct ScoreSums {
 
 // Small tiles on every GPU: nothing is loaded ahead, so several blocks hide each other's waits.
 template <class Arithmetic, int HeadDim>
-using ScoreSumsTile = BackwardTiles<Arithmetic, HeadDim, true, Room::small>;
+using ScoreSumsTile = BackwardTiles<Arithmetic, HeadDim, ScoreKind::general, Room::small>;
 
 // Blocks: (batch, heads, row tiles, key tiles) of the result, slowest first.
 template <class Tile>
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     product<Tile>(grads, shared, 0, 1, static_cast<int>(p.head_dim_v), values, grad_out, warp_key,
                   warp_row, lane);
     const Terms terms(p, batch, head, mask);
-    gradient_step<Tile, false>(p, terms, shared, 0, key, row, warp_key, warp_row, true, dots, grads,
-                               lane);
+    gradient_step<Tile, GradientOf::score>(p, terms, shared, 0, key, row, warp_key, warp_row, true,
+                                           dots, grads, lane);
 #pragma unroll
     for (int f = 0; f < Tile::kFragments; ++f) {
       const KeyPosition at{key + warp_key + 16 * f + lane / 4, row + warp_row + 2 * (lane % 4)};

@@ -37,43 +37,43 @@ inline constexpr Room kDeviceRoom = room_of(__CUDA_ARCH__ / 10);
 inline constexpr Room kDeviceRoom = Room::large;  // of no consequence
 #endif
 
-template <class Arithmetic, int HeadDim, bool General>
+template <class Arithmetic, int HeadDim, ScoreKind kind>
 struct ForwardTiles;
-template <class Arithmetic, int HeadDim, bool General, Room room>
+template <class Arithmetic, int HeadDim, ScoreKind kind, Room room>
 struct BackwardTiles;
 
 // The tile that device code is compiled for.
 template <class Tiles>
 using DeviceTile = typename Tiles::template For<kDeviceRoom>;
-template <class Arithmetic, int HeadDim, bool General>
+template <class Arithmetic, int HeadDim, ScoreKind kind>
 struct BackwardTilesOf {
   template <Room room>
-  using For = BackwardTiles<Arithmetic, HeadDim, General, room>;
+  using For = BackwardTiles<Arithmetic, HeadDim, kind, room>;
 };
 
-#define FLASHATTN_FORWARD(Arithmetic, HeadDim, General, ...) \
-  template <>                                                \
-  struct ForwardTiles<Arithmetic, HeadDim, General>          \
+#define FLASHATTN_FORWARD(Arithmetic, HeadDim, kind, ...)   \
+  template <>                                               \
+  struct ForwardTiles<Arithmetic, HeadDim, ScoreKind::kind> \
       : ForwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
-#define FLASHATTN_FORWARD_16BIT(HeadDim, General, ...)                    \
-  FLASHATTN_FORWARD(TensorCores<float16>, HeadDim, General, __VA_ARGS__); \
-  FLASHATTN_FORWARD(TensorCores<bfloat16>, HeadDim, General, __VA_ARGS__)
+#define FLASHATTN_FORWARD_16BIT(HeadDim, kind, ...)                    \
+  FLASHATTN_FORWARD(TensorCores<float16>, HeadDim, kind, __VA_ARGS__); \
+  FLASHATTN_FORWARD(TensorCores<bfloat16>, HeadDim, kind, __VA_ARGS__)
 
 //                            depth value rows keys warps blocks
-FLASHATTN_FORWARD_16BIT(64, false, 64, 64, 128, 64, 4, 3);
-FLASHATTN_FORWARD_16BIT(96, false, 96, 96, 128, 64, 4, 2);
-FLASHATTN_FORWARD_16BIT(128, false, 128, 128, 128, 64, 4, 2);
-FLASHATTN_FORWARD_16BIT(192, false, 192, 192, 64, 64, 4, 2);
-FLASHATTN_FORWARD_16BIT(256, false, 256, 256, 64, 64, 4, 2);
-FLASHATTN_FORWARD_16BIT(64, true, 64, 64, 64, 64, 4, 4);
-FLASHATTN_FORWARD_16BIT(128, true, 128, 128, 64, 64, 4, 3);
-FLASHATTN_FORWARD_16BIT(256, true, 256, 256, 64, 32, 4, 2);
-FLASHATTN_FORWARD_16BIT(512, true, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(SplitTensorCores, 64, true, 64, 64, 64, 64, 4, 2);
-FLASHATTN_FORWARD(SplitTensorCores, 128, true, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(SplitTensorCores, 512, true, 64, 64, 64, 32, 4, 2);
-FLASHATTN_FORWARD(MultiplyAdds<double>, 64, true, 64, 64, 32, 32, 2, 2);
-FLASHATTN_FORWARD(MultiplyAdds<double>, 512, true, 32, 32, 32, 32, 2, 2);
+FLASHATTN_FORWARD_16BIT(64, plain, 64, 64, 128, 64, 4, 3);
+FLASHATTN_FORWARD_16BIT(96, plain, 96, 96, 128, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(128, plain, 128, 128, 128, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(192, plain, 192, 192, 64, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(256, plain, 256, 256, 64, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(64, general, 64, 64, 64, 64, 4, 4);
+FLASHATTN_FORWARD_16BIT(128, general, 128, 128, 64, 64, 4, 3);
+FLASHATTN_FORWARD_16BIT(256, general, 256, 256, 64, 32, 4, 2);
+FLASHATTN_FORWARD_16BIT(512, general, 128, 128, 64, 32, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores, 64, general, 64, 64, 64, 64, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores, 128, general, 128, 128, 64, 32, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores, 512, general, 64, 64, 64, 32, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<double>, 64, general, 64, 64, 32, 32, 2, 2);
+FLASHATTN_FORWARD(MultiplyAdds<double>, 512, general, 32, 32, 32, 32, 2, 2);
 // Where rows see few keys, blocks of fewer rows balance better and waste less on the diagonal.
 template <class Arithmetic, int HeadDim>
 using ShortTile =
@@ -86,40 +86,40 @@ using FewRowsTile =
 #undef FLASHATTN_FORWARD_16BIT
 #undef FLASHATTN_FORWARD
 
-#define FLASHATTN_BACKWARD(Arithmetic, HeadDim, General, room, ...) \
-  template <>                                                       \
-  struct BackwardTiles<Arithmetic, HeadDim, General, Room::room>    \
+#define FLASHATTN_BACKWARD(Arithmetic, HeadDim, kind, room, ...)         \
+  template <>                                                            \
+  struct BackwardTiles<Arithmetic, HeadDim, ScoreKind::kind, Room::room> \
       : BackwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
-#define FLASHATTN_BACKWARD_16BIT(HeadDim, General, room, ...)                    \
-  FLASHATTN_BACKWARD(TensorCores<float16>, HeadDim, General, room, __VA_ARGS__); \
-  FLASHATTN_BACKWARD(TensorCores<bfloat16>, HeadDim, General, room, __VA_ARGS__)
+#define FLASHATTN_BACKWARD_16BIT(HeadDim, kind, room, ...)                    \
+  FLASHATTN_BACKWARD(TensorCores<float16>, HeadDim, kind, room, __VA_ARGS__); \
+  FLASHATTN_BACKWARD(TensorCores<bfloat16>, HeadDim, kind, room, __VA_ARGS__)
 
 //                                        depth slice keys rows  warps: key column query  stages
 //                                        blocks
-FLASHATTN_BACKWARD_16BIT(64, false, small, 64, 64, 128, 32, 4, 1, 1, 2, 1);
-FLASHATTN_BACKWARD_16BIT(64, false, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
-FLASHATTN_BACKWARD_16BIT(64, false, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
-FLASHATTN_BACKWARD_16BIT(64, true, small, 64, 64, 128, 32, 8, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(64, true, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
-FLASHATTN_BACKWARD_16BIT(64, true, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
-FLASHATTN_BACKWARD_16BIT(128, false, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(128, false, medium, 128, 128, 128, 64, 8, 1, 4, 2, 1);
-FLASHATTN_BACKWARD_16BIT(128, false, large, 128, 128, 128, 64, 2, 4, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(128, true, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(128, true, medium, 128, 128, 128, 32, 8, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(128, true, large, 128, 128, 128, 64, 2, 4, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(256, false, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_16BIT(256, false, medium, 256, 256, 64, 64, 2, 4, 2, 1, 1);
-FLASHATTN_BACKWARD_16BIT(256, false, large, 256, 256, 64, 64, 2, 4, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(256, true, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_16BIT(256, true, medium, 256, 256, 64, 32, 4, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_16BIT(256, true, large, 256, 256, 64, 64, 2, 4, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(64, plain, small, 64, 64, 128, 32, 4, 1, 1, 2, 1);
+FLASHATTN_BACKWARD_16BIT(64, plain, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, plain, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, general, small, 64, 64, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(64, general, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, general, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
+FLASHATTN_BACKWARD_16BIT(128, plain, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, plain, medium, 128, 128, 128, 64, 8, 1, 4, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, plain, large, 128, 128, 128, 64, 2, 4, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, general, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, general, medium, 128, 128, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, general, large, 128, 128, 128, 64, 2, 4, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(256, plain, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, plain, medium, 256, 256, 64, 64, 2, 4, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, plain, large, 256, 256, 64, 64, 2, 4, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(256, general, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, general, medium, 256, 256, 64, 32, 4, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, general, large, 256, 256, 64, 64, 2, 4, 2, 1, 1);
 #undef FLASHATTN_BACKWARD_16BIT
 
 // The tiles that fit every GPU.
-#define FLASHATTN_BACKWARD_ANY(Arithmetic, HeadDim, ...) \
-  template <Room room>                                   \
-  struct BackwardTiles<Arithmetic, HeadDim, true, room>  \
+#define FLASHATTN_BACKWARD_ANY(Arithmetic, HeadDim, ...)              \
+  template <Room room>                                                \
+  struct BackwardTiles<Arithmetic, HeadDim, ScoreKind::general, room> \
       : BackwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
 FLASHATTN_BACKWARD_ANY(TensorCores<float16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(TensorCores<bfloat16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
