@@ -120,7 +120,7 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
     }
     general(Arithmetic{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
   } else if constexpr (sizeof(Element) == 4) {
-    general(SplitTensorCores{}, Width<64>{}, Width<128>{}, Width<512>{});
+    general(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
   } else {
     general(MultiplyAdds<Element>{}, Width<64>{}, Width<512>{});
   }

@@ -3,7 +3,6 @@
 
 #include "cuda/flash/portable/gradient_step.cuh"
 #include "cuda/tile/products.cuh"
-#include "cuda/tile/split_products.cuh"
 
 namespace flashattn::cuda::portable {
 
@@ -69,9 +68,9 @@ FLASHATTN_FORWARD_16BIT(64, general, 64, 64, 64, 64, 4, 4);
 FLASHATTN_FORWARD_16BIT(128, general, 128, 128, 64, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(256, general, 256, 256, 64, 32, 4, 2);
 FLASHATTN_FORWARD_16BIT(512, general, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(SplitTensorCores, 64, general, 64, 64, 64, 64, 4, 2);
-FLASHATTN_FORWARD(SplitTensorCores, 128, general, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(SplitTensorCores, 512, general, 64, 64, 64, 32, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<float>, 64, general, 64, 64, 64, 64, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<float>, 128, general, 128, 128, 64, 32, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<float>, 512, general, 64, 64, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 64, general, 64, 64, 32, 32, 2, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 512, general, 32, 32, 32, 32, 2, 2);
 // Where rows see few keys, blocks of fewer rows balance better and waste less on the diagonal.
@@ -123,9 +122,9 @@ FLASHATTN_BACKWARD_16BIT(256, general, large, 256, 256, 64, 64, 2, 4, 2, 1, 1);
       : BackwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
 FLASHATTN_BACKWARD_ANY(TensorCores<float16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(TensorCores<bfloat16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
-FLASHATTN_BACKWARD_ANY(SplitTensorCores, 64, 64, 64, 64, 32, 4, 1, 2, 1, 2);
-FLASHATTN_BACKWARD_ANY(SplitTensorCores, 128, 128, 128, 32, 32, 2, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_ANY(SplitTensorCores, 512, 64, 64, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 64, 64, 64, 64, 32, 4, 1, 2, 1, 2);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 128, 128, 128, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 512, 64, 64, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 64, 64, 64, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 512, 32, 32, 32, 32, 2, 2, 2, 1, 1);
 #undef FLASHATTN_BACKWARD_ANY
