@@ -134,4 +134,15 @@ inline constexpr DType kDType<double> = DType::float64;
 template <>
 inline constexpr DType kDType<bool> = DType::boolean;
 
+// Calls function with a value of the type that an input of attention consists of.
+template <class Function>
+auto with_element(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::float16: return function(float16{});
+    case DType::bfloat16: return function(bfloat16{});
+    case DType::float64: return function(double{});
+    default: return function(float{});  // booleans are never an input
+  }
+}
+
 }  // namespace flashattn

@@ -14,24 +14,36 @@ namespace flashattn {
 
 enum class Alignment : uint8_t { top_left, bottom_right };
 
-struct Range {
-  int64_t begin, end;  // half open
+// Positions are 64-bit on the CPU. CUDA kernels, which keep many in registers, use 32-bit ones.
+template <class Index>
+struct RangeOf {
+  Index begin, end;  // half open
   FLASHATTN_HD bool empty() const { return begin >= end; }
-  FLASHATTN_HD int64_t size() const { return empty() ? 0 : end - begin; }
-  FLASHATTN_HD Range moved(int64_t by) const { return {begin + by, end + by}; }
-  FLASHATTN_HD Range overlap(Range other) const {
+  FLASHATTN_HD Index size() const { return empty() ? 0 : end - begin; }
+  FLASHATTN_HD RangeOf moved(Index by) const { return {begin + by, end + by}; }
+  FLASHATTN_HD RangeOf overlap(RangeOf other) const {
     return {begin > other.begin ? begin : other.begin, end < other.end ? end : other.end};
   }
 };
+using Range = RangeOf<int64_t>;
+
+// A window side without a limit. Lengths stay below it, so that `row + shift + unlimited` cannot
+// overflow.
+template <class Index>
+inline constexpr Index kUnlimitedOf =
+    static_cast<Index>(sizeof(Index) == 8 ? kUnlimited : int64_t{1} << 29);
 
 // The mask of one sequence. Rows and columns are positions inside the sequence.
-struct SequenceMask {
-  int64_t len_q, len_k;
-  int64_t shift;        // the diagonal: row i is aligned with column i + shift
-  int64_t left, right;  // inclusive reach on both sides of the diagonal, or kUnlimited
+template <class Index>
+struct SequenceMaskOf {
+  using Range = RangeOf<Index>;
 
-  FLASHATTN_HD bool visible(int64_t row, int64_t col) const {
-    const int64_t diagonal = row + shift;
+  Index len_q, len_k;
+  Index shift;        // the diagonal: row i is aligned with column i + shift
+  Index left, right;  // inclusive reach on both sides of the diagonal, or kUnlimitedOf
+
+  FLASHATTN_HD bool visible(Index row, Index col) const {
+    const Index diagonal = row + shift;
     return col >= diagonal - left && col <= diagonal + right && col >= 0 && col < len_k;
   }
 
@@ -47,19 +59,26 @@ struct SequenceMask {
     return clip(keys.begin - shift - right, keys.end - shift + left, len_q);
   }
 
+  // The keys that every one of the rows [begin, end) sees; may be empty.
+  FLASHATTN_HD Range keys_for_all(Range rows) const {
+    const Index begin = rows.end - 1 + shift - left, end = rows.begin + shift + right + 1;
+    return {begin < 0 ? 0 : begin, end > len_k ? len_k : end};
+  }
+
   // True when every pair of the tile is visible: the tile needs no masking.
   FLASHATTN_HD bool all_visible(Range rows, Range keys) const {
-    return keys.begin >= rows.end - 1 + shift - left &&
-           keys.end - 1 <= rows.begin + shift + right && keys.begin >= 0 && keys.end <= len_k;
+    const Range all = keys_for_all(rows);
+    return keys.begin >= all.begin && keys.end <= all.end;
   }
 
  private:
-  FLASHATTN_HD static Range clip(int64_t begin, int64_t end, int64_t length) {
+  FLASHATTN_HD static Range clip(Index begin, Index end, Index length) {
     begin = begin < 0 ? 0 : begin;
     end = end > length ? length : end;
     return begin < end ? Range{begin, end} : Range{0, 0};
   }
 };
+using SequenceMask = SequenceMaskOf<int64_t>;
 
 // The mask as the caller wrote it; a sequence's lengths make it concrete.
 struct MaskRule {
@@ -68,15 +87,18 @@ struct MaskRule {
   int64_t window_right = kUnlimited;
   Alignment alignment = Alignment::top_left;
 
-  FLASHATTN_HD SequenceMask for_sequence(int64_t len_q, int64_t len_k) const {
-    const int64_t shift = alignment == Alignment::bottom_right ? len_k - len_q : 0;
-    return {len_q, len_k, shift, reach(window_left), causal ? 0 : reach(window_right)};
+  template <class Index>
+  FLASHATTN_HD SequenceMaskOf<Index> for_sequence(Index len_q, Index len_k) const {
+    const Index shift = alignment == Alignment::bottom_right ? len_k - len_q : 0;
+    return {len_q, len_k, shift, reach<Index>(window_left),
+            causal ? Index{0} : reach<Index>(window_right)};
   }
 
  private:
   // A caller's own idea of "no limit", such as INT64_MAX, must not overflow in the inequalities.
-  FLASHATTN_HD static int64_t reach(int64_t window) {
-    return window < kUnlimited ? window : kUnlimited;
+  template <class Index>
+  FLASHATTN_HD static Index reach(int64_t window) {
+    return window < kUnlimitedOf<Index> ? static_cast<Index>(window) : kUnlimitedOf<Index>;
   }
 };
 

@@ -17,19 +17,8 @@ void naive_forward(const AttentionProblem& problem, const NaiveOutputs& outputs)
 void naive_backward(const AttentionProblem& problem, const NaiveBackwardInputs& inputs,
                     const BackwardOutputs& outputs);
 
-// Calls function with a value of the dtype's element type.
-template <class Function>
-void with_element(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::float16: return function(float16{});
-    case DType::bfloat16: return function(bfloat16{});
-    case DType::float32: return function(float{});
-    case DType::float64: return function(double{});
-    case DType::boolean: return;  // never an input of attention
-  }
-}
-
-// The same with a value of the type that its matrices are multiplied in.
+// Calls function with a value of the dtype's element type and one of the type that its matrices
+// are multiplied in.
 template <class Function>
 void with_operand(DType dtype, const Function& function) {
   if (dtype == DType::bfloat16 && multiplies_bfloat16()) {

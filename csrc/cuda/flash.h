@@ -11,8 +11,10 @@ namespace flashattn::cuda {
 // caller.
 void flash_forward(const AttentionProblem& problem, const ForwardOutputs& outputs, int device);
 
-// Elements of the gradients that no pair reaches are left alone; the caller fills them with zero.
+// Rows of packed gradients that belong to no sequence are left alone; the caller fills them with
+// zero. `deterministic`: bitwise reproducible, by taking turns.
 void flash_backward(const AttentionProblem& problem, const BackwardInputs& inputs,
-                    const BackwardOutputs& outputs, int device, const Workspace& workspace);
+                    const BackwardOutputs& outputs, bool deterministic, int device,
+                    const Workspace& workspace);
 
 }  // namespace flashattn::cuda

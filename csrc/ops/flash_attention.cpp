@@ -72,7 +72,7 @@ ForwardResult forward(const CheckedProblem& checked, const Tensor& query, bool r
 void backward(const CheckedProblem& checked, const Tensor& query, const Tensor& grad_out,
               const OptionalTensor& grad_lse, const Tensor& out, const Tensor& lse,
               const OptionalTensor& out_low, const OptionalTensor& lse_low,
-              const Gradients& gradients) {
+              std::optional<bool> deterministic, const Gradients& gradients) {
   const AttentionProblem& p = checked.problem;
   const ScalarType real = accumulator_dtype(query.scalar_type());
   check_tensor("grad_out", grad_out, out_sizes_of(p, query), query.scalar_type(), query);
@@ -94,8 +94,9 @@ void backward(const CheckedProblem& checked, const Tensor& query, const Tensor& 
   if (!query.is_cuda()) {
     cpu::flash_backward(p, inputs, gradients.outputs());
   } else if constexpr (kWithCudaFlash) {
-    cuda::flash_backward(p, inputs, gradients.outputs(), query.get_device_index(),
-                         TensorWorkspace(query));
+    // Autograd always says which; whoever calls this op without saying gets the safe choice.
+    cuda::flash_backward(p, inputs, gradients.outputs(), deterministic.value_or(true),
+                         query.get_device_index(), TensorWorkspace(query));
   }
 }
 
@@ -121,13 +122,15 @@ DenseGradients flash_attention_backward(
     const OptionalTensor& key_lengths, const OptionalTensor& alibi_slopes,
     const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p, bool causal,
     OptionalInt window_left, OptionalInt window_right, const std::optional<std::string>& alignment,
-    std::optional<double> scale, double softcap, std::optional<bool> /*deterministic*/) {
+    std::optional<double> scale, double softcap, std::optional<bool> deterministic) {
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
   const CheckedProblem checked = check_dense(query, key, value, {attn_mask, key_lengths}, options);
   const Gradients gradients(query, key, value, attn_mask, options,
-                            {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5]});
-  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, gradients);
+                            {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5]},
+                            query.is_cuda() && checked.problem.head_dim > 0 ? Start::unwritten
+                                                                            : Start::zero);
+  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, deterministic, gradients);
   return {gradients.query(), gradients.key(),   gradients.value(),
           gradients.mask(),  gradients.alibi(), gradients.sinks()};
 }
@@ -160,7 +163,7 @@ PackedGradients flash_attention_varlen_backward(
     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
     const OptionalTensor& rng_state, double dropout_p, bool causal, OptionalInt window_left,
     OptionalInt window_right, const std::optional<std::string>& alignment,
-    std::optional<double> scale, double softcap, std::optional<bool> /*deterministic*/) {
+    std::optional<double> scale, double softcap, std::optional<bool> deterministic) {
   const ScoreOptions options{alibi_slopes, sinks,        rng_state, dropout_p, causal,
                              window_left,  window_right, alignment, scale,     softcap};
   const PackedOptions packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
@@ -168,7 +171,7 @@ PackedGradients flash_attention_varlen_backward(
   const CheckedProblem checked = check_packed(query, key, value, packed, options);
   const Gradients gradients(query, key, value, std::nullopt, options,
                             {wanted[0], wanted[1], wanted[2], false, wanted[3], wanted[4]});
-  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, gradients);
+  backward(checked, query, grad_out, grad_lse, out, lse, out_low, lse_low, deterministic, gradients);
   return {gradients.query(), gradients.key(), gradients.value(), gradients.alibi(),
           gradients.sinks()};
 }

@@ -9,6 +9,7 @@
 #include "core/problem.h"
 #include "core/softmax_gradient.h"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/tile/shared_tile.cuh"
 
 namespace flashattn::cuda {
 
@@ -18,97 +19,124 @@ inline constexpr Real kLog2E = Real(1.4426950408889634);
 __device__ __forceinline__ float power_of_two(float x) { return ptx::exp2_approximate(x); }
 __device__ __forceinline__ double power_of_two(double x) { return exp2(x); }
 
-// Where a thread's fragment lies: which query row and key (positions inside the sequence) an
-// element belongs to. Query rows run along the fragment's rows ...
-struct RowPosition {
-  int64_t row;  // of elements 0 and 1; elements 2 and 3: row + 8
-  int64_t key;  // of element 0 of block 0: the tile's first key + 2 * (lane % 4)
+// Positions inside a sequence are 32-bit in kernels; where rows lie in memory is 64-bit.
+using TileRange = RangeOf<int>;
+using TileMask = SequenceMaskOf<int>;
 
-  __device__ int64_t row_of(int, int element) const { return row + (element / 2) * 8; }
-  __device__ int64_t key_of(int block, int element) const { return key + block * 8 + element % 2; }
+// Where a thread's fragment lies: which query row and key an element belongs to. Query rows run
+// along the fragment's rows ...
+struct RowPosition {
+  int row;  // of elements 0 and 1; elements 2 and 3: row + 8
+  int key;  // of element 0 of block 0: the fragment's first key + 2 * (lane % 4)
+
+  __device__ int row_of(int, int element) const { return row + (element / 2) * 8; }
+  __device__ int key_of(int block, int element) const { return key + block * 8 + element % 2; }
+  // What the fragment row `half` sees, as columns of the fragment.
+  __device__ TileRange seen(const TileMask& mask, int half) const {
+    const TileRange keys = mask.keys_for({row + 8 * half, row + 8 * half + 1});
+    return {keys.begin - key, keys.end - key};
+  }
 };
 
 // ... or, where a product was made transposed, keys do.
 struct KeyPosition {
-  int64_t key;  // of elements 0 and 1; elements 2 and 3: key + 8
-  int64_t row;  // of element 0 of block 0: the tile's first row + 2 * (lane % 4)
+  int key;  // of elements 0 and 1; elements 2 and 3: key + 8
+  int row;  // of element 0 of block 0: the fragment's first row + 2 * (lane % 4)
 
-  __device__ int64_t row_of(int block, int element) const { return row + block * 8 + element % 2; }
-  __device__ int64_t key_of(int, int element) const { return key + (element / 2) * 8; }
+  __device__ int row_of(int block, int element) const { return row + block * 8 + element % 2; }
+  __device__ int key_of(int, int element) const { return key + (element / 2) * 8; }
+  __device__ TileRange seen(const TileMask& mask, int half) const {
+    if (key + 8 * half >= mask.len_k) return {0, 0};
+    const TileRange rows = mask.queries_for({key + 8 * half, key + 8 * half + 1});
+    return {rows.begin - row, rows.end - row};
+  }
 };
 
-// Hides what causality, the window and the sequence's ends hide: positions outside `seen`, relative
-// to the thread's first column of the fragment row `half`.
-template <class Real, int Blocks>
-__device__ __forceinline__ void hide_outside(Real (&scores)[Blocks][4], int half, Range seen,
-                                             int64_t first_column) {
-  // Clamped so that 32 bits suffice.
-  const auto relative = [&](int64_t position) {
-    const int64_t distance = position - first_column;
-    return static_cast<int>(distance < 0 ? 0 : distance > Blocks * 8 ? Blocks * 8 : distance);
-  };
-  const int begin = relative(seen.begin), end = relative(seen.end);
+// Hides what causality, the window and the sequence's ends hide.
+template <class Real, int Blocks, class Position>
+__device__ __forceinline__ void hide(Real (&scores)[Blocks][4], const Position& at,
+                                     const TileMask& mask) {
 #pragma unroll
-  for (int b = 0; b < Blocks; ++b) {
+  for (int half = 0; half < 2; ++half) {
+    const TileRange seen = at.seen(mask, half);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int column = b * 8 + e;
-      if (column < begin || column >= end) scores[b][2 * half + e] = kNegativeInfinity<Real>;
+    for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = b * 8 + e;
+        if (column < seen.begin || column >= seen.end) {
+          scores[b][2 * half + e] = kNegativeInfinity<Real>;
+        }
+      }
     }
   }
 }
 
-template <class Real, int Blocks>
-__device__ __forceinline__ void hide(Real (&scores)[Blocks][4], const RowPosition& at,
-                                     const SequenceMask& mask) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t row = at.row + 8 * half;
-    hide_outside(scores, half, mask.keys_for({row, row + 1}), at.key);
-  }
-}
+// The terms that attn_mask adds to a tile of scores, staged in shared memory by the whole block
+// (bias.cuh): both orientations find them there.
+template <class Tile>
+struct BiasView {
+  const Tile& terms;
+  int row, key;  // of the tile's first element
 
-template <class Real, int Blocks>
-__device__ __forceinline__ void hide(Real (&scores)[Blocks][4], const KeyPosition& at,
-                                     const SequenceMask& mask) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t key = at.key + 8 * half;
-    const Range seen = key < mask.len_k ? mask.queries_for({key, key + 1}) : Range{0, 0};
-    hide_outside(scores, half, seen, at.row);
+  __device__ __forceinline__ auto at(int of_row, int of_key) const {
+    return *terms.at(of_row - row, of_key - key);
   }
-}
+};
+struct NoTile {};
 
 // Scores are dot products times a positive scale, which the exponential applies: nothing to do.
-template <class Real_>
+// References are whole numbers in units of log2, so that a score's distance from one is rounded
+// once however large both are. What rounding scale * log2(e) lost is made good where a row's lse
+// is made and used, since the scores that count are close to it.
 struct PlainScores {
-  using Real = Real_;
+  using Real = float;
   static constexpr bool kGeneral = false;
-  Real scale, scale_log2;
+  template <int Rows, int Keys>
+  using Bias = NoTile;
+  float scale, scale_log2;
 
-  __device__ PlainScores(const AttentionProblem& p, int64_t, int64_t, const SequenceMask&)
-      : scale(static_cast<Real>(p.scale)), scale_log2(scale * kLog2E<Real>) {}
+  __device__ explicit PlainScores(const AttentionProblem& p)
+      : scale(static_cast<float>(p.scale)), scale_log2(scale * kLog2E<float>) {}
+  __device__ PlainScores(const AttentionProblem& p, int, int, const TileMask&) : PlainScores(p) {}
 
-  __device__ static Real initial_max(const AttentionProblem&, int64_t) {
-    return kNegativeInfinity<Real>;
+  __device__ static float initial_max(const AttentionProblem&, int) {
+    return kNegativeInfinity<float>;
   }
-  template <int Blocks, class Position>
-  __device__ void apply(Real (&)[Blocks][4], const Position&) const {}
-  // d score / d dot product, from the dot product.
-  __device__ Real slope_at(Real) const { return scale; }
 
-  // exp(score - reference), and the difference in log2 units. Differences come before products with
-  // log2(e): what those round grows with the score.
-  __device__ Real exponential(Real score, Real reference) const {
-    return power_of_two((score - reference) * scale_log2);
+  __device__ float reference_for(float max) const { return ceilf(max * scale_log2); }
+  // By how many powers of two a maximum exceeds a reference.
+  __device__ float excess(float max, float reference) const {
+    return fmaf(max, scale_log2, -reference);
   }
-  __device__ Real log2_difference(Real a, Real b) const { return (a - b) * scale_log2; }
-  __device__ Real probability(Real score, Real lse, Real lse_low) const {
-    return power_of_two((fma(score, scale, -lse) - lse_low) * kLog2E<Real>);
+  __device__ float rescale(float from, float to) const { return power_of_two(from - to); }
+  __device__ float exponential(float score, float reference) const {
+    return power_of_two(fmaf(score, scale_log2, -reference));
   }
-  // A score in natural units, and what rounding that product lost.
-  __device__ Real natural(Real score) const { return score * scale; }
-  __device__ Real natural_low(Real score) const { return fma(score, scale, -(score * scale)); }
+  __device__ LogSumExp<float> natural(float reference) const {
+    constexpr float kLn2 = 0.693147182f, kLn2Low = -1.90465421e-9f;
+    const float high = reference * kLn2;
+    const float low = fmaf(reference, kLn2, -high) + reference * kLn2Low;
+    return {high, fmaf(high, lost_of_scale(), low)};
+  }
+
+  // A row's lse split for `probability`: a whole number in units of log2, and the rest.
+  __device__ LogSumExp<float> split(LogSumExp<float> lse) const {
+    constexpr float kLog2ELow = 1.92596299e-8f;
+    const float high = rintf(lse.high * kLog2E<float>);
+    const float rest = fmaf(lse.high, kLog2E<float>, -high) + lse.high * kLog2ELow;
+    return {high, fmaf(-high, lost_of_scale(), fmaf(lse.low, kLog2E<float>, rest))};
+  }
+  __device__ float probability(float score, LogSumExp<float> lse) const {
+    return power_of_two(fmaf(score, scale_log2, -lse.high) - lse.low);
+  }
+
+ private:
+  // What rounding scale_log2 lost, as a share of it.
+  __device__ float lost_of_scale() const {
+    const double exact = scale * kLog2E<double>;
+    return static_cast<float>((exact - scale_log2) / exact);
+  }
 };
 
 // Every term of the formula, in its order. Scores come out in natural units.
@@ -117,53 +145,71 @@ class GeneralScores {
  public:
   using Real = Real_;
   static constexpr bool kGeneral = true;
+  template <int Rows, int Keys>
+  using Bias = SharedTile<Real, Rows, Keys>;
+  Real scale;
 
-  __device__ GeneralScores(const AttentionProblem& p, int64_t batch, int64_t head,
-                           const SequenceMask& mask)
-      : scale_(static_cast<Real>(p.scale)),
+  __device__ explicit GeneralScores(const AttentionProblem& p)
+      : scale(static_cast<Real>(p.scale)), softcap_{static_cast<Real>(p.softcap)} {}
+  __device__ GeneralScores(const AttentionProblem& p, int batch, int head, const TileMask& mask)
+      : scale(static_cast<Real>(p.scale)),
         softcap_{static_cast<Real>(p.softcap)},
         shift_(mask.shift),
-        len_q_(mask.len_q),
-        len_k_(mask.len_k),
-        dtype_(p.attn_mask.dtype) {
-    if (p.attn_mask) {
-      const UntypedView4& view = p.attn_mask.view;
-      attn_mask_ = view.data;
-      mask_offset_ = (view.size[0] > 1 ? batch * view.stride[0] : 0) +
-                     (view.size[1] > 1 ? head * view.stride[1] : 0);
-      mask_row_stride_ = view.size[2] > 1 ? view.stride[2] : 0;
-      mask_column_stride_ = view.size[3] > 1 ? view.stride[3] : 0;
-    }
-    if (p.alibi_slopes) {
-      has_alibi_ = true;
-      slope_ = *p.alibi_slopes.as<const Real>().at(batch, head);
-    }
+        has_bias_(p.attn_mask),
+        has_alibi_(p.alibi_slopes) {
+    if (has_alibi_) slope_ = *p.alibi_slopes.as<const Real>().at(batch, head);
   }
 
   // A sink starts the running maximum.
-  __device__ static Real initial_max(const AttentionProblem& p, int64_t head) {
+  __device__ static Real initial_max(const AttentionProblem& p, int head) {
     return p.sinks ? *p.sinks.as<const Real>().at(0, head) : kNegativeInfinity<Real>;
   }
 
   // The subtraction comes first: a score of finfo.min times log2(e) would overflow.
+  __device__ Real reference_for(Real max) const { return max; }
+  __device__ Real excess(Real max, Real reference) const {
+    return (max - reference) * kLog2E<Real>;
+  }
+  __device__ Real rescale(Real from, Real to) const { return exponential(from, to); }
   __device__ Real exponential(Real score, Real reference) const {
     return power_of_two((score - reference) * kLog2E<Real>);
   }
-  __device__ Real log2_difference(Real a, Real b) const { return (a - b) * kLog2E<Real>; }
-  __device__ Real probability(Real score, Real lse, Real lse_low) const {
-    return power_of_two(((score - lse) - lse_low) * kLog2E<Real>);
+  __device__ LogSumExp<Real> natural(Real reference) const { return {reference, 0}; }
+  __device__ LogSumExp<Real> split(LogSumExp<Real> lse) const { return lse; }
+  __device__ Real probability(Real score, LogSumExp<Real> lse) const {
+    return power_of_two(((score - lse.high) - lse.low) * kLog2E<Real>);
   }
-  __device__ Real natural(Real score) const { return score; }
-  __device__ Real natural_low(Real) const { return 0; }
 
-  template <int Blocks, class Position>
-  __device__ void apply(Real (&scores)[Blocks][4], const Position& at) const {
+  // From dot products to scores. `on_slope(block, element, slope)` gets d (capped score) / d (scaled
+  // dot product) where that is not 1.
+  template <int Blocks, class Position, class Bias, class OnSlope>
+  __device__ __forceinline__ void apply(Real (&scores)[Blocks][4], const Position& at,
+                                        const Bias& bias, const OnSlope& on_slope) const {
 #pragma unroll
     for (int b = 0; b < Blocks; ++b) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[b][e] = softcap_(scores[b][e] * scale_);
+      for (int e = 0; e < 4; ++e) scores[b][e] *= scale;
     }
-    if (attn_mask_) add_attn_mask(scores, at);
+    if (softcap_.cap > 0) {
+#pragma unroll
+      for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores[b][e] = softcap_(scores[b][e]);
+          on_slope(b, e, softcap_.slope_at(scores[b][e]));
+        }
+      }
+    }
+    if (has_bias_) {
+#pragma unroll
+      for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const Real term = bias.at(at.row_of(b, e), at.key_of(b, e));
+          scores[b][e] = term == kNegativeInfinity<Real> ? term : scores[b][e] + term;
+        }
+      }
+    }
     if (has_alibi_) {
 #pragma unroll
       for (int b = 0; b < Blocks; ++b) {
@@ -175,82 +221,11 @@ class GeneralScores {
     }
   }
 
-  // d score / d dot product, from the dot product.
-  __device__ Real slope_at(Real dot) const {
-    return scale_ * softcap_.slope_at(softcap_(dot * scale_));
-  }
-
  private:
-  template <int Blocks, class Position>
-  __device__ void add_attn_mask(Real (&scores)[Blocks][4], const Position& at) const {
-    switch (dtype_) {
-      case DType::boolean: return add_typed<bool>(scores, at);
-      case DType::float16: return add_typed<float16>(scores, at);
-      case DType::bfloat16: return add_typed<bfloat16>(scores, at);
-      case DType::float32: return add_typed<float>(scores, at);
-      case DType::float64: return add_typed<double>(scores, at);
-    }
-  }
-
-  template <class Element, int Blocks, class Position>
-  __device__ void add_typed(Real (&scores)[Blocks][4], const Position& at) const {
-    const Element* mask = static_cast<const Element*>(attn_mask_) + mask_offset_;
-#pragma unroll
-    for (int b = 0; b < Blocks; ++b) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t row = at.row_of(b, e), key = at.key_of(b, e);
-        if (row >= len_q_ || key >= len_k_) continue;
-        const Element element = mask[row * mask_row_stride_ + key * mask_column_stride_];
-        if constexpr (sizeof(Element) == 1) {
-          if (!element) scores[b][e] = kNegativeInfinity<Real>;
-        } else {
-          const Real term = convert<Real>(element);
-          scores[b][e] = term == kNegativeInfinity<Real> ? term : scores[b][e] + term;
-        }
-      }
-    }
-  }
-
-  Real scale_;
   Softcap<Real> softcap_;
-  int64_t shift_, len_q_, len_k_;
-  const void* attn_mask_ = nullptr;
-  DType dtype_;
-  int64_t mask_offset_ = 0, mask_row_stride_ = 0, mask_column_stride_ = 0;
-  bool has_alibi_ = false;
+  int shift_ = 0;
+  bool has_bias_ = false, has_alibi_ = false;
   Real slope_ = 0;
 };
-
-// Calls visit(block, element, kept) for every element of a fragment: one Philox call for eight.
-// The tile's first key is a multiple of 32.
-template <int Blocks, class Visit>
-__device__ __forceinline__ void visit_dropout(const DropoutStream& stream, const RowPosition& at,
-                                              const Visit& visit) {
-  static_assert(Blocks % 4 == 0);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int b = 0; b < Blocks; b += 4) {
-      const DropoutNumbers numbers =
-          stream.numbers(at.row + 8 * half, dropout_group(at.key + 8 * b));
-#pragma unroll
-      for (int slot = 0; slot < 8; ++slot) {
-        visit(b + slot / 2, 2 * half + slot % 2, numbers.number(slot) < stream.threshold);
-      }
-    }
-  }
-}
-
-// A transposed fragment has none of a call's eight elements together: one call each.
-template <int Blocks, class Visit>
-__device__ __forceinline__ void visit_dropout(const DropoutStream& stream, const KeyPosition& at,
-                                              const Visit& visit) {
-#pragma unroll
-  for (int b = 0; b < Blocks; ++b) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) visit(b, e, stream.keep(at.row_of(b, e), at.key_of(b, e)));
-  }
-}
 
 }  // namespace flashattn::cuda

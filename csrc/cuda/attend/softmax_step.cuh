@@ -8,7 +8,6 @@
 
 namespace flashattn::cuda {
 
-// A value of each row is held by the four lanes of a quad.
 template <class Real>
 __device__ __forceinline__ Real larger(Real a, Real b) {
   return a > b ? a : b;
@@ -17,6 +16,7 @@ template <>
 __device__ __forceinline__ float larger<float>(float a, float b) {
   return fmaxf(a, b);
 }
+// A value of each row is held by the four lanes of a quad.
 template <class Real>
 __device__ __forceinline__ Real quad_max(Real value) {
   value = larger(value, __shfl_xor_sync(0xffffffffu, value, 1));
@@ -28,10 +28,13 @@ __device__ __forceinline__ Real quad_sum(Real value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
-// The two rows of a 16-row fragment that a thread has a share of.
+// The two rows of a 16-row fragment that a thread has a share of. Units are those of the scores'
+// references (scores.cuh).
 template <class Real>
 struct SoftmaxRows {
-  Real reference[2];  // in score units; the row's maximum so far, or at most 2^8 below it
+  static constexpr Real kSlack = 8;  // in powers of two
+
+  Real reference[2];  // about the row's maximum so far, or at most 2^8 below it
   Real sum[2];        // this lane's share of the sum of exp(score - reference)
 
   // A row may start from a sink: a term of the sum without a value.
@@ -39,41 +42,51 @@ struct SoftmaxRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       reference[half] = initial_max;
-      sum[half] = initial_max != kNegativeInfinity<Real> && lane % 4 == 0 ? Real(1) : 0.0f;
+      sum[half] = initial_max != kNegativeInfinity<Real> && lane % 4 == 0 ? Real(1) : Real(0);
     }
   }
 
-  // Turns scores into exp(score - reference) and adds them to the sums; rescales `out` where
-  // needed.
-  template <int Blocks, int OutBlocks, class Scores>
-  __device__ __forceinline__ void step(Real (&scores)[Blocks][4], Real (&out)[OutBlocks][4],
-                                       const Scores& terms) {
-    constexpr Real kSlack = 8;
-    Real factor[2] = {1, 1};
-    bool raised = false;
+  // Whether either row's maximum exceeds its reference by more than the slack; `max` becomes the
+  // rows' maxima over these scores.
+  template <int Blocks, class Scores>
+  __device__ __forceinline__ bool outgrown(Real (&max)[2], const Real (&scores)[Blocks][4],
+                                           const Scores& terms) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Real max = scores[0][2 * half];
+      max[half] = larger(scores[0][2 * half], scores[0][2 * half + 1]);
 #pragma unroll
-      for (int b = 0; b < Blocks; ++b) {
-        max = larger(max, larger(scores[b][2 * half], scores[b][2 * half + 1]));
+      for (int b = 1; b < Blocks; ++b) {
+        max[half] = larger(max[half], larger(scores[b][2 * half], scores[b][2 * half + 1]));
       }
-      max = quad_max(max);
-      // Also true for the first finite maximum, where the reference is -inf.
-      if (terms.log2_difference(max, reference[half]) > kSlack) {
-        factor[half] = power_of_two(terms.log2_difference(reference[half], max));
-        reference[half] = max;
-        sum[half] *= factor[half];
-        raised = true;
-      }
+      max[half] = quad_max(max[half]);
     }
-    if (__any_sync(0xffffffffu, raised)) {
+    // Also true for the first finite maximum, where the reference is -inf.
+    return terms.excess(max[0], reference[0]) > kSlack ||
+           terms.excess(max[1], reference[1]) > kSlack;
+  }
+
+  // Measures from the new maxima where they exceed the slack.
+  template <int OutBlocks, class Scores>
+  __device__ __forceinline__ void raise(const Real (&max)[2], Real (&out)[OutBlocks][4],
+                                        const Scores& terms) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool grown = terms.excess(max[half], reference[half]) > kSlack;
+      const Real raised = grown ? terms.reference_for(max[half]) : reference[half];
+      const Real factor = grown ? terms.rescale(reference[half], raised) : Real(1);
+      reference[half] = raised;
+      sum[half] *= factor;
 #pragma unroll
       for (int b = 0; b < OutBlocks; ++b) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[b][e] *= factor[e / 2];
+        out[b][2 * half] *= factor;
+        out[b][2 * half + 1] *= factor;
       }
     }
+  }
+
+  // Turns scores into exp(score - reference) and adds them to the sums.
+  template <int Blocks, class Scores>
+  __device__ __forceinline__ void exponentials(Real (&scores)[Blocks][4], const Scores& terms) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Real subtract = OnlineSoftmax<Real>::finite_or_zero(reference[half]);
@@ -88,11 +101,38 @@ struct SoftmaxRows {
     }
   }
 
-  // The state of a row, in natural units, the same in all four lanes.
+  // The sum of a row, the same in all four lanes.
+  __device__ Real total(int half) const { return quad_sum(sum[half]); }
+
+  // lse of the row, from its total.
   template <class Scores>
-  __device__ OnlineSoftmax<Real> finish(int half, const Scores& terms) const {
-    return {terms.natural(reference[half]), quad_sum(sum[half])};
+  __device__ LogSumExp<Real> log_sum_exp(int half, Real total, const Scores& terms) const {
+    if (total == Real(0)) return {kNegativeInfinity<Real>, Real(0)};
+    const LogSumExp<Real> natural = terms.natural(reference[half]);
+    LogSumExp<Real> lse = OnlineSoftmax<Real>{natural.high, total}.log_sum_exp();
+    lse.low += natural.low;
+    return lse;
   }
 };
+
+// One step of a warp's rows, which all rescale together: a branch that is seldom taken.
+template <int Fragments, int Blocks, int OutBlocks, class Real, class Scores>
+__device__ __forceinline__ void softmax_step(SoftmaxRows<Real> (&rows)[Fragments],
+                                             Real (&scores)[Fragments][Blocks][4],
+                                             Real (&out)[Fragments][OutBlocks][4],
+                                             const Scores& terms) {
+  Real max[Fragments][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int f = 0; f < Fragments; ++f) {
+    outgrown = rows[f].outgrown(max[f], scores[f], terms) || outgrown;
+  }
+  if (__any_sync(0xffffffffu, outgrown)) {
+#pragma unroll
+    for (int f = 0; f < Fragments; ++f) rows[f].raise(max[f], out[f], terms);
+  }
+#pragma unroll
+  for (int f = 0; f < Fragments; ++f) rows[f].exponentials(scores[f], terms);
+}
 
 }  // namespace flashattn::cuda

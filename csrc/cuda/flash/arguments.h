@@ -6,58 +6,94 @@
 
 namespace flashattn::cuda {
 
+// Which operands consist of whole, aligned 16-byte chunks along their last dimension.
+struct Chunked {
+  bool query = false, key = false, value = false, out = false, grad_out = false;
+  bool grad_query = false, grad_key = false, grad_value = false;
+  bool bias = false;  // eight neighbouring keys of attn_mask are one aligned piece
+};
+
 struct ForwardTask {
-  int64_t batch, head;
-  int64_t row;       // first query row, inside the sequence
+  int batch, head;
+  int row;           // first query row, inside the sequence
   int value_column;  // first column of value and out
 };
 
 struct ForwardArguments {
   AttentionProblem problem;
   ForwardOutputs outputs;
-  int64_t row_tile = 0;        // rows per block
-  int value_tile = 0;          // value columns per block
-  int64_t parts = 0;           // row tiles of the longest sequence
-  int value_parts = 0;         // value tiles
-  bool chunked_query = false;  // rows consist of whole, aligned 16-byte chunks
-  bool chunked_key = false;
-  bool chunked_value = false;
-  bool paired_out = false;  // neighbouring elements of out may be stored together
+  Chunked chunked;
+  int row_tile = 0;     // rows per block
+  int value_tile = 0;   // value columns per block
+  int parts = 0;        // row tiles of the longest sequence
+  int value_parts = 0;  // value tiles
 
   int64_t blocks() const { return problem.sequences.count * problem.heads_q * value_parts * parts; }
 
   // Neighbouring blocks share their keys; late rows, which see most under a causal mask, go first.
-  FLASHATTN_HD ForwardTask task(int64_t block) const {
-    const int64_t part = parts - 1 - block % parts;
+  FLASHATTN_HD ForwardTask task(int block) const {
+    const int part = parts - 1 - block % parts;
     block /= parts;
-    const int value_part = static_cast<int>(block % value_parts);
+    const int value_part = block % value_parts;
     block /= value_parts;
-    return {block / problem.heads_q, block % problem.heads_q, part * row_tile,
-            value_part * value_tile};
+    const int heads = static_cast<int>(problem.heads_q);
+    return {block / heads, block % heads, part * row_tile, value_part * value_tile};
   }
 };
 
-// Backward's passes. `deltas` are the row terms; sums over rows that are shared by several blocks
-// go to partial sums, which a last pass adds in order.
+// Backward's workspace keeps numbers of every row tile together: rows are padded to whole tiles of
+// kPaddedRows, sequence by sequence.
+inline constexpr int kPaddedRows = 64;
+
+struct PaddedRows {
+  int64_t batch_stride = 0, head_stride = 0;  // in rows; packed batches share one stride
+
+  static PaddedRows of(const AttentionProblem& p) {
+    const Sequences& s = p.sequences;
+    PaddedRows rows;
+    rows.head_stride = s.packed() ? (s.storage_q / kPaddedRows + s.count + 1) * kPaddedRows
+                                  : divide_up(s.storage_q, kPaddedRows) * kPaddedRows;
+    rows.batch_stride = s.packed() ? 0 : p.heads_q * rows.head_stride;
+    return rows;
+  }
+  int64_t count(const AttentionProblem& p) const {
+    return (p.sequences.packed() ? 1 : p.sequences.count) * p.heads_q * head_stride;
+  }
+  // Where a sequence's rows begin. Packed sequences begin at a whole tile: each may leave less than
+  // a tile unused.
+  FLASHATTN_HD int64_t begin(const AttentionProblem& p, const Sequence& sequence, int batch,
+                             int head) const {
+    const int64_t first =
+        p.sequences.packed() ? (sequence.q_begin / kPaddedRows + batch) * kPaddedRows : 0;
+    return batch * batch_stride + head * head_stride + first;
+  }
+};
+
 struct BackwardArguments {
   AttentionProblem problem;
   BackwardInputs inputs;
   BackwardOutputs outputs;
-  UntypedView4 deltas;            // (batch, heads_q, len_q, 1), accumulator type
-  void* partial_sinks = nullptr;  // (batch, heads_q, row_parts), accumulator type; may be null
-  void* partial_alibi = nullptr;  // (batch, heads_q, row_parts), accumulator type; may be null
-  int64_t row_parts = 0;          // row tiles of the longest sequence, by the kernel's tile
-  bool chunked_query = false, chunked_key = false, chunked_value = false, chunked_grad_out = false;
+  Chunked chunked;
+  bool deterministic = false;
+  int row_parts = 0;  // row tiles of the longest sequence, by the kernel's tile
+  int key_parts = 0;  // key tiles of the longest sequence
+  int slices = 0;     // of the head dims
+  PaddedRows padded;
+  // Accumulator type, by padded row: lse split as the scores want it, and the row terms.
+  void *lse_high = nullptr, *lse_low = nullptr, *deltas = nullptr;
+  void* grad_query = nullptr;  // sums, tile by tile in the order of the kernel's accumulators
+  int* turns = nullptr;        // deterministic: how many key tiles have added to a row tile
+  void* partial_sinks = nullptr;  // (batch, heads_q, row_parts); may be null
 };
 
-// True when rows of the view (at any batch, head and row) are whole, aligned 16-byte chunks.
-inline bool is_chunked(const UntypedView4& view, int element_size) {
-  const int chunk = 16 / element_size;
-  bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.stride[3] == 1 &&
+// True when rows of the view (at any batch, head and row) are whole, aligned pieces.
+inline bool is_chunked(const UntypedView4& view, int element_size, int chunk, int bytes = 16) {
+  bool aligned = reinterpret_cast<uintptr_t>(view.data) % bytes == 0 && view.stride[3] == 1 &&
                  view.size[3] % chunk == 0;
-  for (int d = 0; d < 3; ++d)
+  for (int d = 0; d < 3; ++d) {
     aligned = aligned && (view.size[d] <= 1 || view.stride[d] % chunk == 0);
-  return aligned;
+  }
+  return aligned && chunk * element_size >= bytes;
 }
 
 }  // namespace flashattn::cuda

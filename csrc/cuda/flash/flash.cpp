@@ -2,79 +2,98 @@
 #include "cuda/flash.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "cuda/flash/portable/launch.h"
 
 namespace flashattn::cuda {
 namespace {
 
-// Calls function with a value of the dtype's element type.
-template <class Function>
-void with_element(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::float16: return function(float16{});
-    case DType::bfloat16: return function(bfloat16{});
-    case DType::float32: return function(float{});
-    case DType::float64: return function(double{});
-    case DType::boolean: return;  // never an input of attention
-  }
+int size_of(DType dtype) {
+  if (dtype == DType::boolean) return 1;
+  return with_element(dtype, [](auto element) { return static_cast<int>(sizeof(element)); });
 }
 
-int element_size(DType dtype) {
-  return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+bool is_chunked(const UntypedView4& view, DType dtype) {
+  const int size = size_of(dtype);
+  return cuda::is_chunked(view, size, 16 / size);
+}
+
+Chunked chunked_of(const AttentionProblem& p) {
+  Chunked chunked;
+  chunked.query = is_chunked(p.query, p.dtype);
+  chunked.key = is_chunked(p.key, p.dtype);
+  chunked.value = is_chunked(p.value, p.dtype);
+  if (p.attn_mask) {
+    constexpr int kPiece = 8;  // see attend/bias.cuh
+    const int size = size_of(p.attn_mask.dtype);
+    chunked.bias = cuda::is_chunked(p.attn_mask.view, size, kPiece, std::min(kPiece * size, 16));
+  }
+  return chunked;
+}
+
+// The kernels count positions inside a sequence in 32 bits, with room for windows around them.
+void check_lengths(const OpScope& scope, const AttentionProblem& p) {
+  const int64_t longest = std::max(p.sequences.max_len_q, p.sequences.max_len_k);
+  if (longest >= kUnlimitedOf<int>) {
+    throw std::runtime_error(std::string("flashattn_ext::") + scope.op() +
+                             ": expected sequences shorter than " +
+                             std::to_string(kUnlimitedOf<int>) + " on CUDA, got length " +
+                             std::to_string(longest));
+  }
 }
 
 }  // namespace
 
 void flash_forward(const AttentionProblem& problem, const ForwardOutputs& outputs, int device) {
   const OpScope scope("flash_attention_forward", device);
-  const int size = element_size(problem.dtype);
+  check_lengths(scope, problem);
   ForwardArguments arguments{};
   arguments.problem = problem;
   arguments.outputs = outputs;
-  arguments.chunked_query = is_chunked(problem.query, size);
-  arguments.chunked_key = is_chunked(problem.key, size);
-  arguments.chunked_value = is_chunked(problem.value, size);
-  arguments.paired_out = is_chunked(outputs.out, size);
+  arguments.chunked = chunked_of(problem);
+  arguments.chunked.out = is_chunked(outputs.out, problem.dtype) &&
+                          (!outputs.out_low || is_chunked(outputs.out_low, problem.dtype));
   with_element(problem.dtype, [&](auto element) {
     portable::launch_forward<decltype(element)>(scope, arguments);
   });
 }
 
 void flash_backward(const AttentionProblem& problem, const BackwardInputs& inputs,
-                    const BackwardOutputs& outputs, int device, const Workspace& workspace) {
+                    const BackwardOutputs& outputs, bool deterministic, int device,
+                    const Workspace& workspace) {
   const OpScope scope("flash_attention_backward", device);
-  const int size = element_size(problem.dtype);
+  check_lengths(scope, problem);
   BackwardArguments arguments{};
   arguments.problem = problem;
   arguments.inputs = inputs;
   arguments.outputs = outputs;
-  arguments.chunked_query = is_chunked(problem.query, size);
-  arguments.chunked_key = is_chunked(problem.key, size);
-  arguments.chunked_value = is_chunked(problem.value, size);
-  arguments.chunked_grad_out = is_chunked(inputs.grad_out, size);
+  arguments.deterministic = deterministic;
+  Chunked& chunked = arguments.chunked;
+  chunked = chunked_of(problem);
+  chunked.grad_out = is_chunked(inputs.grad_out, problem.dtype);
+  chunked.out = is_chunked(inputs.out, problem.dtype) &&
+                (!inputs.out_low || is_chunked(inputs.out_low, problem.dtype));
+  chunked.grad_query = outputs.grad_query && is_chunked(outputs.grad_query, problem.dtype);
+  chunked.grad_key = outputs.grad_key && is_chunked(outputs.grad_key, problem.dtype);
+  chunked.grad_value = outputs.grad_value && is_chunked(outputs.grad_value, problem.dtype);
 
-  // One piece of memory: the row terms, laid out like lse, then the partial sums.
-  const Sequences& s = problem.sequences;
+  // The row terms, and a part of the sinks' gradient of every row tile.
+  arguments.padded = PaddedRows::of(problem);
   const int64_t real = problem.dtype == DType::float64 ? 8 : 4;
-  const int64_t rows = (s.packed() ? 1 : s.count) * problem.heads_q * s.storage_q;
-  const int64_t partials = s.count * problem.heads_q * portable::partial_sum_parts(problem);
-  char* memory = static_cast<char*>(workspace(real * (rows + 2 * partials)));
-  UntypedView4& deltas = arguments.deltas;
-  deltas.data = memory;
-  deltas.stride[2] = 1;
-  deltas.stride[1] = s.storage_q;
-  deltas.stride[0] = s.packed() ? 0 : problem.heads_q * s.storage_q;
-  if (outputs.grad_sinks) arguments.partial_sinks = memory + real * rows;
-  if (outputs.grad_alibi) arguments.partial_alibi = memory + real * (rows + partials);
+  const int64_t rows = arguments.padded.count(problem);
+  const int64_t parts = problem.sequences.count * problem.heads_q *
+                        divide_up(problem.sequences.max_len_q, kPaddedRows);
+  char* const memory =
+      static_cast<char*>(workspace(real * (3 * rows + (outputs.grad_sinks ? parts : 0))));
+  arguments.lse_high = memory;
+  arguments.lse_low = memory + real * rows;
+  arguments.deltas = memory + real * 2 * rows;
+  if (outputs.grad_sinks) arguments.partial_sinks = memory + real * 3 * rows;
   with_element(problem.dtype, [&](auto element) {
-    portable::launch_backward<decltype(element)>(scope, arguments);
+    portable::launch_backward<decltype(element)>(scope, arguments, workspace);
   });
-}
-
-int64_t portable::partial_sum_parts(const AttentionProblem& problem) {
-  constexpr int64_t kFewestRows = 32;  // of a row tile, over all kernels
-  return divide_up(problem.sequences.max_len_q, kFewestRows);
 }
 
 }  // namespace flashattn::cuda

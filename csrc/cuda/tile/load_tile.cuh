@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "cuda/ptx/opaque.cuh"
 #include "cuda/tile/shared_tile.cuh"
 
 namespace flashattn::cuda {
@@ -24,25 +25,36 @@ template <int Threads, class Element, int Rows, int Columns>
 __device__ __forceinline__ void load_tile(SharedTile<Element, Rows, Columns>& tile,
                                           const GlobalMatrix<Element>& from) {
   using Tile = SharedTile<Element, Rows, Columns>;
-  constexpr int kChunks = Rows * Tile::kChunksPerRow;
+  if (from.chunked) {
+    // A thread stays in its column of chunks; threads that fill no whole row have nothing to do.
+    constexpr int kColumnStep = Threads < Tile::kChunksPerRow ? Threads : Tile::kChunksPerRow;
+    constexpr int kRowStep = Threads / kColumnStep;
+    // Computed again by every call: cheaper than registers that are held across a loop.
+    const uint32_t thread = ptx::opaque(threadIdx.x);
+    const int first_row = static_cast<int>(thread / kColumnStep);
+    if (first_row >= kRowStep) return;
 #pragma unroll
-  for (int first = 0; first < kChunks; first += Threads) {
-    const int index = first + threadIdx.x;
-    if (kChunks % Threads != 0 && index >= kChunks) break;
-    const int row = index / Tile::kChunksPerRow, chunk = index % Tile::kChunksPerRow;
-    const int column = chunk * Tile::kChunk;
-    const bool valid = row < from.rows && column < from.columns;
-    if (from.chunked) {
-      const Element* source = valid ? from.data + row * from.row_stride + column : from.data;
-      ptx::cp_async_16(tile.address(row, chunk), source, valid);
-    } else {
-      Element* to = tile.chunk_at(row, chunk);
+    for (int c = 0; c < Tile::kChunksPerRow; c += kColumnStep) {
+      const int chunk = c + static_cast<int>(thread % kColumnStep);
+      const int rows = chunk * Tile::kChunk < from.columns ? from.rows : 0;
+      const Element* source = from.data + first_row * from.row_stride + chunk * Tile::kChunk;
+      const int64_t step = kRowStep * from.row_stride;
 #pragma unroll
-      for (int e = 0; e < Tile::kChunk; ++e) {
-        const bool inside = row < from.rows && column + e < from.columns;
-        to[e] = inside ? from.data[row * from.row_stride + (column + e) * from.column_stride]
-                       : convert<Element>(0.0f);
+      for (int i = 0; i < (Rows + kRowStep - 1) / kRowStep; ++i) {
+        const int row = first_row + i * kRowStep;
+        if (Rows % kRowStep != 0 && row >= Rows) break;
+        const bool valid = row < rows;
+        ptx::cp_async_16(tile.address(row, chunk), valid ? source : from.data, valid);
+        source += step;
       }
+    }
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Rows * Columns; i += Threads) {
+      const int row = i / Columns, column = i % Columns;
+      *tile.at(row, column) = row < from.rows && column < from.columns
+                                  ? from.data[row * from.row_stride + column * from.column_stride]
+                                  : convert<Element>(0.0f);
     }
   }
 }

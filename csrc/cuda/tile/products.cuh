@@ -46,17 +46,17 @@ struct TensorCores {
   __device__ __forceinline__ static void multiply_transposed(Accumulators<float, F, B>& sum,
                                                              const TileA& a, int a_row,
                                                              const TileB& b, int b_row, int lane) {
+    const auto place_a = a.place(a_row + lane % 16, lane / 16);
+    const auto place_b = b.place(b_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll kUnrolledSteps < TileA::kColumns>
     for (int d = 0; d < TileA::kColumns; d += kDepth) {
       uint32_t fa[F][4];
 #pragma unroll
-      for (int f = 0; f < F; ++f) {
-        ptx::ldmatrix_x4(fa[f], a.address(a_row + 16 * f + lane % 16, d / 8 + lane / 16));
-      }
+      for (int f = 0; f < F; ++f) ptx::ldmatrix_x4(fa[f], place_a.after(16 * f, d / 8));
 #pragma unroll
       for (int n = 0; n < 8 * B; n += 16) {
         uint32_t fb[4];
-        ptx::ldmatrix_x4(fb, b.address(b_row + n + lane % 8 + lane / 16 * 8, d / 8 + lane / 8 % 2));
+        ptx::ldmatrix_x4(fb, place_b.after(n, d / 8));
         add<F, B>(sum, fa, fb, n / 8);
       }
     }
@@ -67,14 +67,14 @@ struct TensorCores {
   __device__ __forceinline__ static void multiply(Accumulators<float, F, B>& sum, const TileA& a,
                                                   int a_row, const TileB& b, int b_column,
                                                   int lane) {
+    const auto place_a = a.place(a_row + lane % 16, lane / 16);
+    const auto place_b = b.place(lane % 16, b_column / 8 + lane / 16);
 #pragma unroll kUnrolledSteps < TileA::kColumns>
     for (int d = 0; d < TileA::kColumns; d += kDepth) {
       uint32_t fa[F][4];
 #pragma unroll
-      for (int f = 0; f < F; ++f) {
-        ptx::ldmatrix_x4(fa[f], a.address(a_row + 16 * f + lane % 16, d / 8 + lane / 16));
-      }
-      add_rows<F, B>(sum, fa, b, d, b_column, lane);
+      for (int f = 0; f < F; ++f) ptx::ldmatrix_x4(fa[f], place_a.after(16 * f, d / 8));
+      add_rows<F, B>(sum, fa, place_b, d);
     }
   }
 
@@ -84,15 +84,14 @@ struct TensorCores {
                                                              const TileA& a, int a_column,
                                                              const TileB& b, int b_column,
                                                              int lane) {
+    const auto place_a = a.place(lane % 8 + lane / 16 * 8, a_column / 8 + lane / 8 % 2);
+    const auto place_b = b.place(lane % 16, b_column / 8 + lane / 16);
 #pragma unroll
     for (int d = 0; d < TileA::kRows; d += kDepth) {
       uint32_t fa[F][4];
 #pragma unroll
-      for (int f = 0; f < F; ++f) {
-        ptx::ldmatrix_x4_transposed(
-            fa[f], a.address(d + lane % 8 + lane / 16 * 8, (a_column + 16 * f) / 8 + lane / 8 % 2));
-      }
-      add_rows<F, B>(sum, fa, b, d, b_column, lane);
+      for (int f = 0; f < F; ++f) ptx::ldmatrix_x4_transposed(fa[f], place_a.after(d, 2 * f));
+      add_rows<F, B>(sum, fa, place_b, d);
     }
   }
 
@@ -102,6 +101,7 @@ struct TensorCores {
   __device__ __forceinline__ static void multiply_accumulators(
       Accumulators<float, F, B>& sum, const Accumulators<float, F, Depth>& p, const TileB& b,
       Scratch&, int lane) {
+    const auto place_b = b.place(lane % 16, lane / 16);
 #pragma unroll
     for (int d = 0; d < 8 * Depth; d += kDepth) {
       uint32_t fa[F][4];
@@ -114,7 +114,7 @@ struct TensorCores {
           fa[f][2 * half + 1] = ptx::pack<Element>(block[2], block[3]);
         }
       }
-      add_rows<F, B>(sum, fa, b, d, 0, lane);
+      add_rows<F, B>(sum, fa, place_b, d);
     }
   }
 
@@ -141,14 +141,14 @@ struct TensorCores {
   using Scratch = NoScratch;
 
  private:
-  template <int F, int B, class TileB>
+  template <int F, int B, class Place>
   __device__ __forceinline__ static void add_rows(Accumulators<float, F, B>& sum,
-                                                  const uint32_t (&fa)[F][4], const TileB& b,
-                                                  int row, int column, int lane) {
+                                                  const uint32_t (&fa)[F][4], const Place& b,
+                                                  int row) {
 #pragma unroll
     for (int n = 0; n < 8 * B; n += 16) {
       uint32_t fb[4];
-      ptx::ldmatrix_x4_transposed(fb, b.address(row + lane % 16, (column + n) / 8 + lane / 16));
+      ptx::ldmatrix_x4_transposed(fb, b.after(row, n / 8));
       add<F, B>(sum, fa, fb, n / 8);
     }
   }

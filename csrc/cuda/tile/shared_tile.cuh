@@ -30,6 +30,22 @@ struct SharedTile {
   __device__ __forceinline__ uint32_t address(int row, int chunk) const {
     return ptx::shared_address(data) + 16 * chunk_index(row, chunk);
   }
+
+  // A lane's place in the tile, from which constant steps away are cheap: a step of rows is a
+  // multiple of 16 and a step of chunks meets no carry (the place's chunk is below the step's
+  // lowest bit, or above its highest), so that it commutes with the exclusive-or.
+  struct Place {
+    uint32_t row;    // address of the row's first chunk
+    uint32_t chunk;  // bytes into the row
+    __device__ __forceinline__ uint32_t after(int rows, int chunks) const {
+      return row + (chunk ^ (16 * chunks)) + rows * kChunksPerRow * 16;
+    }
+  };
+  __device__ __forceinline__ Place place(int row, int chunk) const {
+    const int first = chunk_index(row, 0) / kChunksPerRow * kChunksPerRow;
+    return {ptx::shared_address(data) + 16 * first,
+            static_cast<uint32_t>(16 * (chunk_index(row, chunk) - first))};
+  }
   __device__ __forceinline__ Element* chunk_at(int row, int chunk) {
     return data + kChunk * chunk_index(row, chunk);
   }

@@ -1,3 +1,4 @@
 #include "cuda/flash/portable/backward_launch.cuh"
 
-template void flashattn::cuda::portable::launch_backward<double>(const OpScope&, BackwardArguments);
+template void flashattn::cuda::portable::launch_backward<double>(
+    const OpScope&, const BackwardArguments&, const Workspace&);

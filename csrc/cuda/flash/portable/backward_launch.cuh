@@ -1,113 +1,133 @@
 // From a backward problem to the kernels of the portable family.
 #pragma once
 
+#include "cuda/flash/portable/backward_kernel.cuh"
 #include "cuda/flash/portable/forward_launch.cuh"
-#include "cuda/flash/portable/key_gradient_kernel.cuh"
-#include "cuda/flash/portable/mask_gradient_kernel.cuh"
-#include "cuda/flash/portable/query_gradient_kernel.cuh"
-#include "cuda/flash/portable/row_terms_kernel.cuh"
+#include "cuda/flash/portable/row_kernels.cuh"
+#include "cuda/flash/portable/score_sums_kernel.cuh"
 
 namespace flashattn::cuda::portable {
 
-template <class Element>
+template <class Element, class Terms>
 void launch_row_terms(const OpScope& scope, BackwardArguments a) {
-  const Sequences& s = a.problem.sequences;
-  a.row_parts = divide_up(s.max_len_q, kRowTermRows);
-  const int64_t blocks = s.count * a.problem.heads_q * a.row_parts;
-  if (blocks == 0) return;
-  launch(scope, {blocks, 32 * kRowTermWarps}, flash_row_terms_kernel<Element>, a);
-}
-
-template <class Real>
-void add_partials(const OpScope& scope, const BackwardArguments& a, const void* partials,
-                  const UntypedView4& to, int64_t parts) {
-  constexpr int kThreads = 64;
   const AttentionProblem& p = a.problem;
-  if (p.heads_q == 0) return;
-  launch(scope, {divide_up(p.heads_q, kThreads), kThreads}, flash_add_partials_kernel<Real>,
-         static_cast<const Real*>(partials), to, p.sequences.count, p.heads_q, parts);
-}
-
-inline int slices_of(int64_t dim, int slice) {
-  return static_cast<int>(std::max<int64_t>(divide_up(dim, slice), 1));
-}
-
-template <class Tile, class Terms>
-void launch_query_gradient(const OpScope& scope, BackwardArguments a) {
-  const AttentionProblem& p = a.problem;
-  a.row_parts = divide_up(p.sequences.max_len_q, Tile::kOwn);
-  const int slices = slices_of(p.head_dim, Tile::kSlice);
-  const int64_t blocks = p.sequences.count * p.heads_q * slices * a.row_parts;
-  if (blocks == 0) return;
-  launch(scope, {blocks, Tile::kThreads, sizeof(GradientShared<Tile>)},
-         flash_query_gradient_kernel<Tile, Terms>, a, slices);
-  if (a.partial_alibi) {
-    add_partials<typename Tile::Arithmetic::Real>(scope, a, a.partial_alibi, a.outputs.grad_alibi,
-                                                  a.row_parts);
+  using Real = Accumulator<Element>;
+  a.row_parts = static_cast<int>(divide_up(p.sequences.max_len_q, kPaddedRows));
+  const int64_t blocks = p.sequences.count * p.heads_q * a.row_parts;
+  if (blocks > 0) {
+    launch(scope, {blocks, 32 * kRowTermWarps}, flash_row_terms_kernel<Element, Terms>, a);
+  }
+  if (a.partial_sinks && p.heads_q > 0) {
+    constexpr int kThreads = 64;
+    launch(scope, {divide_up(p.heads_q, kThreads), kThreads}, flash_add_sinks_kernel<Real>,
+           static_cast<const Real*>(a.partial_sinks), a.outputs.grad_sinks,
+           static_cast<int>(p.sequences.count), static_cast<int>(p.heads_q), a.row_parts);
   }
 }
 
-template <class Tile, class Terms>
-void launch_key_gradient(const OpScope& scope, const BackwardArguments& a) {
-  const AttentionProblem& p = a.problem;
-  const int64_t parts = divide_up(p.sequences.max_len_k, Tile::kOwn);
-  const int slices = slices_of(std::max(p.head_dim, p.head_dim_v), Tile::kSlice);
-  const int64_t blocks = p.sequences.count * p.heads_kv * slices * parts;
-  if (blocks == 0) return;
-  launch(scope, {blocks, Tile::kThreads, sizeof(GradientShared<Tile>)},
-         flash_key_gradient_kernel<Tile, Terms>, a, slices, parts);
+// The tile that a kernel was compiled with: function(tile).
+template <class Tiles, class Function, class... Parameters>
+void with_device_tile(const OpScope& scope, void (*kernel)(Parameters...),
+                      const Function& function) {
+  cudaFuncAttributes attributes;
+  FLASHATTN_CUDA_CHECK(scope.op(), cudaFuncGetAttributes(&attributes, kernel));
+  switch (room_of(attributes.ptxVersion)) {
+    case Room::small: return function(typename Tiles::template For<Room::small>{});
+    case Room::medium: return function(typename Tiles::template For<Room::medium>{});
+    case Room::large: return function(typename Tiles::template For<Room::large>{});
+  }
 }
 
-template <class Tile>
-void launch_mask_gradient(const OpScope& scope, const BackwardArguments& a) {
-  const int64_t* size = a.outputs.grad_mask.size;
-  const int64_t row_parts = divide_up(size[2], Tile::kOwn),
-                key_parts = divide_up(size[3], Tile::kStream);
-  const int64_t blocks = size[0] * size[1] * row_parts * key_parts;
-  if (blocks == 0) return;
-  launch(scope, {blocks, Tile::kThreads, sizeof(GradientShared<Tile>)},
-         flash_mask_gradient_kernel<Tile>, a, row_parts, key_parts);
+template <class Tiles, class Terms>
+void launch_gradients(const OpScope& scope, BackwardArguments a, const Workspace& workspace) {
+  const AttentionProblem& p = a.problem;
+  with_device_tile<Tiles>(scope, flash_backward_kernel<Tiles, Terms>, [&](auto tile) {
+    using Tile = decltype(tile);
+    using Real = typename Tile::Real;
+    a.row_parts = static_cast<int>(divide_up(p.sequences.max_len_q, Tile::kRows));
+    // A sequence has at least a tile of keys: dense keys that no query sees have gradients too.
+    a.key_parts = static_cast<int>(divide_up(
+        p.sequences.packed() ? p.sequences.max_len_k : p.sequences.storage_k, Tile::kKeys));
+    a.slices = static_cast<int>(
+        std::max<int64_t>(divide_up(std::max(p.head_dim, p.head_dim_v), Tile::kSlice), 1));
+    const int64_t sums = a.padded.count(p) * a.slices * Tile::kSlice * int64_t{sizeof(Real)};
+    const int64_t turns =
+        a.deterministic ? p.sequences.count * p.heads_q * a.slices * a.row_parts * int64_t{4} : 0;
+    char* const memory = static_cast<char*>(workspace(sums + turns));
+    a.grad_query = memory;
+    a.turns = reinterpret_cast<int*>(memory + sums);
+    FLASHATTN_CUDA_CHECK(scope.op(), cudaMemsetAsync(memory, 0, sums + turns, scope.stream()));
+
+    const int64_t blocks = p.sequences.count * p.heads_kv * a.slices * a.key_parts;
+    if (blocks > 0) {
+      launch(scope, {blocks, Tile::kThreads, sizeof(BackwardShared<Tile, Terms>)},
+             flash_backward_kernel<Tiles, Terms>, a);
+    }
+    const int64_t row_blocks = p.sequences.count * p.heads_q * a.row_parts;
+    if (row_blocks > 0 && a.outputs.grad_query) {
+      launch(scope, {row_blocks, 256}, flash_query_gradient_kernel<Tiles>, a);
+    }
+  });
+}
+
+template <class Tiles>
+void launch_score_sums(const OpScope& scope, const BackwardArguments& a, const UntypedView4& to,
+                       bool by_distance) {
+  if (!to) return;
+  with_device_tile<Tiles>(scope, flash_score_sums_kernel<Tiles>, [&](auto tile) {
+    using Tile = decltype(tile);
+    using Terms = GeneralScores<typename Tile::Real>;
+    const ScoreSums sums{to, by_distance, static_cast<int>(divide_up(to.size[2], Tile::kRows)),
+                         static_cast<int>(divide_up(to.size[3], Tile::kKeys))};
+    const int64_t blocks = to.size[0] * to.size[1] * sums.row_parts * sums.key_parts;
+    if (blocks == 0) return;
+    launch(scope, {blocks, Tile::kThreads, sizeof(BackwardShared<Tile, Terms>)},
+           flash_score_sums_kernel<Tiles>, a, sums);
+  });
 }
 
 template <class Arithmetic, int HeadDim>
-void launch_gradients(const OpScope& scope, const BackwardArguments& a) {
-  using QueryTile = QueryGradientTileOf<Arithmetic, HeadDim>;
-  using KeyTile = KeyGradientTileOf<Arithmetic, HeadDim>;
-  using Plain = PlainScores<typename Arithmetic::Real>;
-  using General = GeneralScores<typename Arithmetic::Real>;
-  const bool plain = has_plain_scores(a.problem);
-  if (a.outputs.grad_query || a.partial_alibi) {
-    plain ? launch_query_gradient<QueryTile, Plain>(scope, a)
-          : launch_query_gradient<QueryTile, General>(scope, a);
+void launch_general_gradients(const OpScope& scope, const BackwardArguments& a,
+                              const Workspace& workspace) {
+  using Tiles = BackwardTilesOf<Arithmetic, HeadDim, true>;
+  const BackwardOutputs& out = a.outputs;
+  if (out.grad_query || out.grad_key || out.grad_value) {
+    launch_gradients<Tiles, GeneralScores<typename Arithmetic::Real>>(scope, a, workspace);
   }
-  if (a.outputs.grad_key || a.outputs.grad_value) {
-    plain ? launch_key_gradient<KeyTile, Plain>(scope, a)
-          : launch_key_gradient<KeyTile, General>(scope, a);
-  }
-  if (a.outputs.grad_mask) launch_mask_gradient<QueryTile>(scope, a);
+  launch_score_sums<Tiles>(scope, a, out.grad_mask, false);
+  launch_score_sums<Tiles>(scope, a, out.grad_alibi, true);
 }
 
 template <class Element>
-void launch_backward(const OpScope& scope, BackwardArguments a) {
-  launch_row_terms<Element>(scope, a);
-  if (a.partial_sinks) {
-    add_partials<Accumulator<Element>>(scope, a, a.partial_sinks, a.outputs.grad_sinks,
-                                       divide_up(a.problem.sequences.max_len_q, kRowTermRows));
-  }
-  const int64_t dim = std::max(a.problem.head_dim, a.problem.head_dim_v);
+void launch_backward(const OpScope& scope, const BackwardArguments& a, const Workspace& workspace) {
+  const AttentionProblem& p = a.problem;
+  const auto general = [&](auto arithmetic, auto... widths) {
+    using Arithmetic = decltype(arithmetic);
+    launch_row_terms<Element, GeneralScores<typename Arithmetic::Real>>(scope, a);
+    with_width(
+        p,
+        [&](auto width) {
+          launch_general_gradients<Arithmetic, width.value>(scope, a, workspace);
+        },
+        widths...);
+  };
   if constexpr (sizeof(Element) == 2) {
     using Arithmetic = TensorCores<Element>;
-    if (dim <= 64) return launch_gradients<Arithmetic, 64>(scope, a);
-    if (dim <= 128) return launch_gradients<Arithmetic, 128>(scope, a);
-    if (dim <= 256) return launch_gradients<Arithmetic, 256>(scope, a);
-    return launch_gradients<Arithmetic, 512>(scope, a);
+    if (has_plain_scores(p) && std::max(p.head_dim, p.head_dim_v) <= 256) {
+      launch_row_terms<Element, PlainScores>(scope, a);
+      return with_width(
+          p,
+          [&](auto width) {
+            launch_gradients<BackwardTilesOf<Arithmetic, width.value, false>, PlainScores>(
+                scope, a, workspace);
+          },
+          Width<64>{}, Width<128>{}, Width<256>{});
+    }
+    general(Arithmetic{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
   } else if constexpr (sizeof(Element) == 4) {
-    using Arithmetic = MultiplyAdds<Element>;
-    if (dim <= 64) return launch_gradients<Arithmetic, 64>(scope, a);
-    if (dim <= 128) return launch_gradients<Arithmetic, 128>(scope, a);
-    return launch_gradients<Arithmetic, 512>(scope, a);
+    general(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
   } else {
-    return launch_gradients<MultiplyAdds<Element>, 512>(scope, a);
+    general(MultiplyAdds<Element>{}, Width<64>{}, Width<512>{});
   }
 }
 

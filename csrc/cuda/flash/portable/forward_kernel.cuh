@@ -8,55 +8,28 @@
 // of the next.
 #pragma once
 
-#include "core/tile_schedule.h"
+#include "cuda/attend/bias.cuh"
+#include "cuda/attend/dropout.cuh"
 #include "cuda/attend/max_logits.cuh"
-#include "cuda/attend/scores.cuh"
 #include "cuda/attend/softmax_step.cuh"
 #include "cuda/flash/arguments.h"
+#include "cuda/flash/portable/store.cuh"
 #include "cuda/flash/portable/tiles.cuh"
 #include "cuda/tile/load_tile.cuh"
 
 namespace flashattn::cuda::portable {
 
-template <class Tile>
+template <class Tile, class Scores>
 struct ForwardShared {
   using Arithmetic = typename Tile::Arithmetic;
   using Element = typename Arithmetic::Element;
-  SharedTile<Element, Tile::kRows, Tile::kHeadDim> query;
-  SharedTile<Element, Tile::kKeys, Tile::kHeadDim> keys;
+  SharedTile<Element, Tile::kRows, Tile::kDepth> query;
+  SharedTile<Element, Tile::kKeys, Tile::kDepth> keys;
   SharedTile<Element, Tile::kKeys, Tile::kValueDim> values;
   typename Arithmetic::template Scratch<Tile::kRows, Tile::kKeys> scratch;
+  typename Scores::template Bias<Tile::kRows, Tile::kKeys> bias;
+  TileMask mask;  // seldom needed: not worth registers
 };
-
-// What is stored of a number: its rounded value, or what rounding lost.
-enum class Rounding { kept, lost };
-
-// One row of a fragment to `out`: this lane's pairs of columns.
-template <Rounding rounding, class Element, class Real, int Blocks>
-__device__ __forceinline__ void store_row(const Real (&from)[Blocks][4], int half, Real factor,
-                                          Element* to, int64_t stride, int columns, bool paired,
-                                          int lane) {
-#pragma unroll
-  for (int b = 0; b < Blocks; ++b) {
-    const int column = 8 * b + 2 * (lane % 4);
-    Element pair[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const Real value = from[b][2 * half + e] * factor;
-      pair[e] =
-          convert<Element>(rounding == Rounding::kept ? value : rounding_error<Element>(value));
-    }
-    if (paired) {
-      struct alignas(2 * sizeof(Element)) Pair {
-        Element element[2];
-      };
-      if (column < columns) *reinterpret_cast<Pair*>(to + column) = {{pair[0], pair[1]}};
-    } else {
-      if (column < columns) to[column * stride] = pair[0];
-      if (column + 1 < columns) to[(column + 1) * stride] = pair[1];
-    }
-  }
-}
 
 template <class Tile, class Scores>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
@@ -65,45 +38,60 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   using Element = typename Arithmetic::Element;
   using Real = typename Arithmetic::Real;
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  auto& shared = *reinterpret_cast<ForwardShared<Tile>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<ForwardShared<Tile, Scores>*>(shared_bytes);
   const AttentionProblem& p = arguments.problem;
   const ForwardTask task = arguments.task(blockIdx.x);
   const Sequence sequence = p.sequences[task.batch];
-  const SequenceMask mask = p.mask_rule.for_sequence(sequence.len_q, sequence.len_k);
-  const Range rows{task.row, min(task.row + Tile::kRows, sequence.len_q)};
+  const int len_q = static_cast<int>(sequence.len_q), len_k = static_cast<int>(sequence.len_k);
+  const TileMask mask = p.mask_rule.for_sequence(len_q, len_k);
+  if (threadIdx.x == 0) shared.mask = mask;
+  const TileRange rows{task.row, min(task.row + Tile::kRows, len_q)};
   if (rows.empty()) return;
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * Tile::kFragments;
-  const Tiles tiles = aligned_tiles(mask.keys_for(rows), Tile::kKeys);
-  const int64_t kv_head = p.kv_head(task.head);
+  const TileRange seen = mask.keys_for(rows);
+  const TileRange all_see = mask.keys_for_all({rows.begin, rows.begin + Tile::kRows});
+  const int first_key = seen.begin / Tile::kKeys * Tile::kKeys;
+  const int kv_head = static_cast<int>(p.kv_head(task.head));
+  const int head_dim = static_cast<int>(p.head_dim);
   const int value_columns = static_cast<int>(p.head_dim_v) - task.value_column;
   const auto query = p.query.as<const Element>();
   const auto key = p.key.as<const Element>();
   const auto value = p.value.as<const Element>();
-  const auto load_keys = [&](Range keys) {
+  const Element* const head_keys = key.at(task.batch, kv_head, sequence.k_begin);
+  const Element* const head_values =
+      value.at(task.batch, kv_head, sequence.k_begin, task.value_column);
+  const auto load_query = [&](int column) {
     load_tile<Tile::kThreads>(
-        shared.keys,
-        GlobalMatrix<Element>{key.at(task.batch, kv_head, sequence.k_begin + keys.begin),
-                              key.stride[2], key.stride[3], static_cast<int>(keys.size()),
-                              static_cast<int>(p.head_dim), arguments.chunked_key});
+        shared.query,
+        GlobalMatrix<Element>{
+            query.at(task.batch, task.head, sequence.q_begin + rows.begin, column),
+            query.stride[2], query.stride[3], rows.size(), head_dim - column,
+            arguments.chunked.query});
+  };
+  const auto load_keys = [&](int from, int column) {
+    load_tile<Tile::kThreads>(
+        shared.keys, GlobalMatrix<Element>{
+                         head_keys + from * key.stride[2] + column * key.stride[3], key.stride[2],
+                         key.stride[3], seen.end - from, head_dim - column, arguments.chunked.key});
     ptx::cp_async_commit();
   };
-  const auto load_values = [&](Range keys) {
+  const auto load_values = [&](int from) {
     load_tile<Tile::kThreads>(
         shared.values,
-        GlobalMatrix<Element>{
-            value.at(task.batch, kv_head, sequence.k_begin + keys.begin, task.value_column),
-            value.stride[2], value.stride[3], static_cast<int>(keys.size()), value_columns,
-            arguments.chunked_value});
+        GlobalMatrix<Element>{head_values + from * value.stride[2], value.stride[2],
+                              value.stride[3], seen.end - from, value_columns,
+                              arguments.chunked.value});
     ptx::cp_async_commit();
   };
 
-  load_tile<Tile::kThreads>(
-      shared.query,
-      GlobalMatrix<Element>{query.at(task.batch, task.head, sequence.q_begin + rows.begin),
-                            query.stride[2], query.stride[3], static_cast<int>(rows.size()),
-                            static_cast<int>(p.head_dim), arguments.chunked_query});
-  if (tiles.count() > 0) load_keys(tiles[0]);
+  const auto prefetch_keys = [&](int from) {
+    if (Tile::kWhole && from < seen.end) load_keys(from, 0);
+  };
+
+  if (Tile::kWhole) load_query(0);
+  ptx::cp_async_commit();
+  prefetch_keys(first_key);
 
   const Scores terms(p, task.batch, task.head, mask);
   SoftmaxRows<Real> softmax[Tile::kFragments];
@@ -114,46 +102,81 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     softmax[f].start(Scores::initial_max(p, task.head), lane);
   float max_logit = kNegativeInfinity<float>;
 
-  for (int64_t t = 0; t < tiles.count(); ++t) {
-    const Range keys = tiles[t];
+#pragma unroll 1
+  for (int first = first_key; first < seen.end; first += Tile::kKeys) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the keys are here, and everybody is done with the values before
-    load_values(keys);
-    Accumulators<Real, Tile::kFragments, Tile::kKeys / 8> scores;
-    scores.clear();
-    Arithmetic::multiply_transposed(scores, shared.query, warp_row, shared.keys, 0, lane);
-    ptx::cp_async_wait<0>();
-    __syncthreads();  // the values are here, and everybody is done with the keys
-    if (t + 1 < tiles.count()) load_keys(tiles[t + 1]);
-
-    // Keys past the sequence's end are hidden too, so a short last tile is never all visible.
-    const bool hidden_pairs = !mask.all_visible({task.row, task.row + Tile::kRows},
-                                                {keys.begin, keys.begin + Tile::kKeys});
-#pragma unroll
-    for (int f = 0; f < Tile::kFragments; ++f) {
-      const RowPosition at{rows.begin + warp_row + 16 * f + lane / 4, keys.begin + 2 * (lane % 4)};
-      terms.apply(scores.value[f], at);
-      if (hidden_pairs) hide(scores.value[f], at, mask);
-      if constexpr (Scores::kGeneral) {
-        if (arguments.outputs.max_logits) {
-          max_logit = max_of(max_logit, scores.value[f], at, rows.end);
+    load_values(first);
+    if constexpr (Scores::kGeneral) {
+      if (p.attn_mask) {
+        const BiasSource source(p.attn_mask, arguments.chunked.bias, task.batch, task.head, len_q,
+                                len_k);
+        const bool visible =
+            fill_bias<Tile::kThreads>(shared.bias, rows.begin, first, source);
+        if (!__syncthreads_or(visible)) {  // nobody sees anything here
+          prefetch_keys(first + Tile::kKeys);
+          continue;
         }
       }
-      softmax[f].step(scores.value[f], out.value[f], terms);
-      if constexpr (Scores::kGeneral) {
-        if (p.dropout) {
-          visit_dropout<Tile::kKeys / 8>(p.dropout.stream(task.batch, p.heads_q, task.head), at,
-                                         [&](int b, int e, bool kept) {
-                                           if (!kept) scores.value[f][b][e] = 0;
-                                         });
+    }
+    Accumulators<Real, Tile::kFragments, Tile::kKeys / 8> scores;
+    scores.clear();
+    if constexpr (Tile::kWhole) {
+      Arithmetic::multiply_transposed(scores, shared.query, warp_row, shared.keys, 0, lane);
+    } else {
+#pragma unroll 1
+      for (int column = 0; column < head_dim; column += Tile::kDepth) {
+        __syncthreads();
+        load_query(column);
+        load_keys(first, column);
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        Arithmetic::multiply_transposed(scores, shared.query, warp_row, shared.keys, 0, lane);
+      }
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the values are here, and everybody is done with the keys
+    prefetch_keys(first + Tile::kKeys);
+
+    // Keys past the sequence's end are hidden too, so a short last tile is never all visible.
+    const bool hidden_pairs = first < all_see.begin || first + Tile::kKeys > all_see.end;
+    const auto position = [&](int f) {
+      return RowPosition{rows.begin + warp_row + 16 * f + lane / 4, first + 2 * (lane % 4)};
+    };
+    if constexpr (Scores::kGeneral) {
+      const BiasView<decltype(shared.bias)> bias{shared.bias, rows.begin, first};
+#pragma unroll
+      for (int f = 0; f < Tile::kFragments; ++f) {
+        terms.apply(scores.value[f], position(f), bias, [](int, int, Real) {});
+      }
+    }
+    if (hidden_pairs) {
+#pragma unroll
+      for (int f = 0; f < Tile::kFragments; ++f) hide(scores.value[f], position(f), shared.mask);
+    }
+    if constexpr (Scores::kGeneral) {
+      if (arguments.outputs.max_logits) {
+#pragma unroll
+        for (int f = 0; f < Tile::kFragments; ++f) {
+          max_logit = max_of(max_logit, scores.value[f], position(f), rows.end);
+        }
+      }
+    }
+    softmax_step(softmax, scores.value, out.value, terms);
+    if constexpr (Scores::kGeneral) {
+      if (p.dropout) {
+        const DropoutStream stream = p.dropout.stream(task.batch, p.heads_q, task.head);
+#pragma unroll
+        for (int f = 0; f < Tile::kFragments; ++f) {
+          visit_dropout<Tile::kKeys / 8>(stream, position(f), [&](int b, int e, bool kept) {
+            if (!kept) scores.value[f][b][e] = 0;
+          });
         }
       }
     }
     Arithmetic::multiply_accumulators(out, scores, shared.values, shared.scratch, lane);
   }
 
-  const auto out_view = arguments.outputs.out.as<Element>();
-  const auto out_low = arguments.outputs.out_low.as<Element>();
   const auto lse = arguments.outputs.lse.as<Real>();
   const auto lse_low = arguments.outputs.lse_low.as<Real>();
   const Real keep_scale = p.dropout ? static_cast<Real>(p.dropout.keep_scale()) : Real(1);
@@ -161,26 +184,50 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   for (int f = 0; f < Tile::kFragments; ++f) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const OnlineSoftmax<Real> state = softmax[f].finish(half, terms);
-      const int64_t row = rows.begin + warp_row + 16 * f + lane / 4 + 8 * half;
-      if (row >= rows.end) continue;
-      const int64_t stored_row = sequence.q_begin + row;
-      const Real factor = state.inverse_sum() * keep_scale;
-      store_row<Rounding::kept>(out.value[f], half, factor,
-                                out_view.at(task.batch, task.head, stored_row, task.value_column),
-                                out_view.stride[3], value_columns, arguments.paired_out, lane);
-      if (out_low) {
-        store_row<Rounding::lost>(out.value[f], half, factor,
-                                  out_low.at(task.batch, task.head, stored_row, task.value_column),
-                                  out_low.stride[3], value_columns, arguments.paired_out, lane);
+      const Real total = softmax[f].total(half);
+      // A row that saw no key gives 0.
+      const Real factor = total == Real(0) ? Real(0) : keep_scale / total;
+#pragma unroll
+      for (int b = 0; b < Tile::kValueDim / 8; ++b) {
+        out.value[f][b][2 * half] *= factor;
+        out.value[f][b][2 * half + 1] *= factor;
       }
-      if (lane % 4 == 0 && task.value_column == 0) {
-        LogSumExp<Real> row_lse = state.log_sum_exp();
-        if (state.sum != 0) row_lse.low += terms.natural_low(softmax[f].reference[half]);
-        *lse.at(task.batch, task.head, stored_row) = row_lse.high;
-        if (lse_low) *lse_low.at(task.batch, task.head, stored_row) = row_lse.low;
+      const int row = rows.begin + warp_row + 16 * f + lane / 4 + 8 * half;
+      if (lane % 4 == 0 && task.value_column == 0 && row < rows.end) {
+        const LogSumExp<Real> row_lse = softmax[f].log_sum_exp(half, total, terms);
+        *lse.at(task.batch, task.head, sequence.q_begin + row) = row_lse.high;
+        if (lse_low) *lse_low.at(task.batch, task.head, sequence.q_begin + row) = row_lse.low;
       }
     }
+  }
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // nobody loads or reads queries any more: results are staged in their place
+  // What rounding lost goes second.
+  const auto store = [&](const UntypedView4& view) {
+    const auto to = view.as<Element>();
+    store_rows<Arithmetic>(
+        out, shared.query, warp_row, 0,
+        {to.at(task.batch, task.head, sequence.q_begin + rows.begin, task.value_column),
+         to.stride[2], to.stride[3], rows.size(), value_columns, arguments.chunked.out},
+        lane);
+  };
+#pragma unroll 1
+  for (int lost = 0; lost < 2; ++lost) {
+    const UntypedView4& view = lost ? arguments.outputs.out_low : arguments.outputs.out;
+    if (!view) break;
+    if (lost) {
+#pragma unroll
+      for (int f = 0; f < Tile::kFragments; ++f) {
+#pragma unroll
+        for (int b = 0; b < Tile::kValueDim / 8; ++b) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            out.value[f][b][e] = rounding_error<Element>(out.value[f][b][e]);
+          }
+        }
+      }
+    }
+    store(view);
   }
   if constexpr (Scores::kGeneral) {
     if (arguments.outputs.max_logits) {

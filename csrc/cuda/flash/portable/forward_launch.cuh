@@ -7,60 +7,64 @@
 
 namespace flashattn::cuda::portable {
 
-// Scores that are a positive multiple of the dot product need no pass of their own.
-inline bool has_plain_scores(const AttentionProblem& p) {
-  return p.scale > 0 && p.softcap == 0 && !p.attn_mask && !p.alibi_slopes && !p.sinks && !p.dropout;
-}
-
 template <int Columns>
 using Width = std::integral_constant<int, Columns>;
 
-template <class Tile, class Terms>
+// Calls function with the first width that head_dim and head_dim_v fit into.
+template <class Function, class... Widths>
+void with_width(const AttentionProblem& p, const Function& function, Widths... widths) {
+  const int64_t dim = std::max(p.head_dim, p.head_dim_v);
+  const auto attempt = [&](auto width) {
+    if (dim > width.value) return false;
+    function(width);
+    return true;
+  };
+  (attempt(widths) || ...);
+}
+
+template <class Tile, class Scores>
 void launch_forward_kernel(const OpScope& scope, ForwardArguments a) {
   a.row_tile = Tile::kRows;
   a.value_tile = Tile::kValueDim;
-  a.parts = divide_up(a.problem.sequences.max_len_q, Tile::kRows);
+  a.parts = static_cast<int>(divide_up(a.problem.sequences.max_len_q, Tile::kRows));
   a.value_parts = static_cast<int>(divide_up(a.problem.head_dim_v, Tile::kValueDim));
   if (a.value_parts < 1) a.value_parts = 1;  // lse is wanted still
   if (a.blocks() == 0) return;
-  launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile>)},
-         flash_forward_kernel<Tile, Terms>, a);
+  launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
+         flash_forward_kernel<Tile, Scores>, a);
 }
 
-// Plain and general scores have tiles of their own: the general ones are fewer, since each costs
-// compile time and none is a hot path of its width.
-template <class Element, class Terms>
-void launch_forward_terms(const OpScope& scope, const ForwardArguments& a) {
-  const int64_t dim = std::max(a.problem.head_dim, a.problem.head_dim_v);
-  const auto with_tile = [&](auto arithmetic, auto... dims) {
-    using Arithmetic = decltype(arithmetic);
-    const auto attempt = [&](auto width) {
-      if (dim > width.value) return false;
-      launch_forward_kernel<ForwardTileOf<Arithmetic, width.value>, Terms>(scope, a);
-      return true;
-    };
-    (attempt(dims) || ...);
-  };
-  if constexpr (sizeof(Element) > 2) {
-    with_tile(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
-  } else if constexpr (Terms::kGeneral) {
-    with_tile(TensorCores<Element>{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
-  } else {
-    with_tile(TensorCores<Element>{}, Width<64>{}, Width<96>{}, Width<128>{}, Width<192>{},
-              Width<256>{});
-  }
-}
-
+// Plain and general scores have tiles of their own: the general ones are fewer, since none is the
+// hot path of its width.
 template <class Element>
-void launch_forward(const OpScope& scope, ForwardArguments a) {
+void launch_forward(const OpScope& scope, const ForwardArguments& a) {
   const AttentionProblem& p = a.problem;
-  using Real = Accumulator<Element>;
+  const auto general = [&](auto arithmetic, auto... widths) {
+    using Arithmetic = decltype(arithmetic);
+    with_width(
+        p,
+        [&](auto width) {
+          launch_forward_kernel<ForwardTiles<Arithmetic, width.value, true>,
+                                GeneralScores<typename Arithmetic::Real>>(scope, a);
+        },
+        widths...);
+  };
   if constexpr (sizeof(Element) == 2) {
-    const bool plain =
-        has_plain_scores(p) && !a.outputs.max_logits && std::max(p.head_dim, p.head_dim_v) <= 256;
-    if (plain) return launch_forward_terms<Element, PlainScores<Real>>(scope, a);
+    if (has_plain_scores(p) && !a.outputs.max_logits && std::max(p.head_dim, p.head_dim_v) <= 256) {
+      return with_width(
+          p,
+          [&](auto width) {
+            launch_forward_kernel<ForwardTiles<TensorCores<Element>, width.value, false>,
+                                  PlainScores>(scope, a);
+          },
+          Width<64>{}, Width<96>{}, Width<128>{}, Width<192>{}, Width<256>{});
+    }
+    general(TensorCores<Element>{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
+  } else if constexpr (sizeof(Element) == 4) {
+    general(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
+  } else {
+    general(MultiplyAdds<Element>{}, Width<64>{}, Width<512>{});
   }
-  launch_forward_terms<Element, GeneralScores<Real>>(scope, a);
 }
 
 }  // namespace flashattn::cuda::portable

@@ -3,18 +3,22 @@
 
 #include "cuda/device.h"
 #include "cuda/flash/arguments.h"
+#include "cuda/workspace.h"
 
 namespace flashattn::cuda::portable {
 
-template <class Element>
-void launch_forward(const OpScope& scope, ForwardArguments arguments);
+// Scores that are a positive multiple of the dot product need no pass of their own.
+inline bool has_plain_scores(const AttentionProblem& p) {
+  return p.scale > 0 && p.softcap == 0 && !p.attn_mask && !p.alibi_slopes && !p.sinks && !p.dropout;
+}
 
-// The row terms, then the gradients that are asked for. `arguments.deltas` and the partial sums
-// have their memory already.
 template <class Element>
-void launch_backward(const OpScope& scope, BackwardArguments arguments);
+void launch_forward(const OpScope& scope, const ForwardArguments& arguments);
 
-// How many row tiles the partial sums of backward need room for.
-int64_t partial_sum_parts(const AttentionProblem& problem);
+// The row terms, then the gradients that are asked for. The row terms and the partial sums have
+// their memory already.
+template <class Element>
+void launch_backward(const OpScope& scope, const BackwardArguments& arguments,
+                     const Workspace& workspace);
 
 }  // namespace flashattn::cuda::portable

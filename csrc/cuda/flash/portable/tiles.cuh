@@ -1,55 +1,122 @@
 // Tile numbers of the portable family. README.md has the table with its reasons.
 #pragma once
 
+#include "cuda/flash/portable/gradient_step.cuh"
 #include "cuda/tile/products.cuh"
 
 namespace flashattn::cuda::portable {
 
 // A block handles Rows query rows, Keys keys at a time, and ValueDim columns of value and out.
-template <class Arithmetic_, int HeadDim, int ValueDim, int Rows, int Keys, int Warps, int Blocks>
+// Where tiles of HeadDim columns do not fit into shared memory, scores are made Depth columns at a
+// time.
+template <class Arithmetic_, int HeadDim, int Depth, int ValueDim, int Rows, int Keys, int Warps,
+          int Blocks>
 struct ForwardTile {
   using Arithmetic = Arithmetic_;
-  static constexpr int kHeadDim = HeadDim, kValueDim = ValueDim;
+  static constexpr int kHeadDim = HeadDim, kDepth = Depth, kValueDim = ValueDim;
   static constexpr int kRows = Rows, kKeys = Keys;
   static constexpr int kWarps = Warps, kThreads = 32 * Warps;
   static constexpr int kBlocksPerMultiprocessor = Blocks;
   static constexpr int kFragments = Rows / (16 * Warps);  // 16-row fragments of a warp
+  static constexpr bool kWhole = Depth == HeadDim;
 };
 
-template <class Arithmetic, int HeadDim>
-struct ForwardTileOf;
+// The shared memory of a block decides the backward tiles: 99 KB (sm_86, sm_89, sm_120), 163 KB
+// (sm_80) or 227 KB (sm_90, sm_100). Device code knows at compile time; the host asks what the code
+// was compiled for (backward_launch.cuh).
+enum class Room { small, medium, large };
+constexpr Room room_of(int arch) {
+  return arch == 80 || arch == 87 ? Room::medium : arch < 90 || arch >= 120 ? Room::small
+                                                                            : Room::large;
+}
+#if defined(__CUDA_ARCH__)
+inline constexpr Room kDeviceRoom = room_of(__CUDA_ARCH__ / 10);
+#else
+inline constexpr Room kDeviceRoom = Room::large;  // of no consequence
+#endif
 
-template <class E>
-struct ForwardTileOf<TensorCores<E>, 64> : ForwardTile<TensorCores<E>, 64, 64, 128, 64, 4, 2> {};
-template <class E>
-struct ForwardTileOf<TensorCores<E>, 96> : ForwardTile<TensorCores<E>, 96, 96, 128, 64, 4, 2> {};
-template <class E>
-struct ForwardTileOf<TensorCores<E>, 128> : ForwardTile<TensorCores<E>, 128, 128, 128, 64, 4, 2> {};
-template <class E>
-struct ForwardTileOf<TensorCores<E>, 192> : ForwardTile<TensorCores<E>, 192, 192, 128, 64, 8, 1> {};
-template <class E>
-struct ForwardTileOf<TensorCores<E>, 256> : ForwardTile<TensorCores<E>, 256, 256, 128, 64, 8, 1> {};
-template <class E>
-struct ForwardTileOf<TensorCores<E>, 512> : ForwardTile<TensorCores<E>, 512, 256, 64, 32, 4, 1> {};
+template <class Arithmetic, int HeadDim, bool General>
+struct ForwardTiles;
+template <class Arithmetic, int HeadDim, bool General, Room room>
+struct BackwardTiles;
 
-template <>
-struct ForwardTileOf<MultiplyAdds<float>, 64>
-    : ForwardTile<MultiplyAdds<float>, 64, 64, 128, 64, 4, 2> {};
-template <>
-struct ForwardTileOf<MultiplyAdds<float>, 128>
-    : ForwardTile<MultiplyAdds<float>, 128, 128, 64, 64, 4, 1> {};
-template <>
-struct ForwardTileOf<MultiplyAdds<float>, 512>
-    : ForwardTile<MultiplyAdds<float>, 512, 128, 32, 32, 2, 1> {};
+// The tile that device code is compiled for.
+template <class Tiles>
+using DeviceTile = typename Tiles::template For<kDeviceRoom>;
+template <class Arithmetic, int HeadDim, bool General>
+struct BackwardTilesOf {
+  template <Room room>
+  using For = BackwardTiles<Arithmetic, HeadDim, General, room>;
+};
 
-template <>
-struct ForwardTileOf<MultiplyAdds<double>, 64>
-    : ForwardTile<MultiplyAdds<double>, 64, 64, 32, 32, 2, 2> {};
-template <>
-struct ForwardTileOf<MultiplyAdds<double>, 128>
-    : ForwardTile<MultiplyAdds<double>, 128, 64, 32, 32, 2, 1> {};
-template <>
-struct ForwardTileOf<MultiplyAdds<double>, 512>
-    : ForwardTile<MultiplyAdds<double>, 512, 64, 16, 32, 1, 1> {};
+#define FLASHATTN_FORWARD(Arithmetic, HeadDim, General, ...) \
+  template <>                                                \
+  struct ForwardTiles<Arithmetic, HeadDim, General>          \
+      : ForwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
+#define FLASHATTN_FORWARD_16BIT(HeadDim, General, ...)                    \
+  FLASHATTN_FORWARD(TensorCores<float16>, HeadDim, General, __VA_ARGS__); \
+  FLASHATTN_FORWARD(TensorCores<bfloat16>, HeadDim, General, __VA_ARGS__)
+
+//                            depth value rows keys warps blocks
+FLASHATTN_FORWARD_16BIT(64, false, 64, 64, 128, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(96, false, 96, 96, 128, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(128, false, 128, 128, 128, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(192, false, 192, 192, 64, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(256, false, 256, 256, 64, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(64, true, 64, 64, 64, 64, 4, 3);
+FLASHATTN_FORWARD_16BIT(128, true, 128, 128, 64, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(256, true, 256, 256, 64, 32, 4, 2);
+FLASHATTN_FORWARD_16BIT(512, true, 128, 128, 64, 32, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<float>, 64, true, 64, 64, 64, 64, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<float>, 128, true, 128, 128, 64, 32, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<float>, 512, true, 64, 64, 64, 32, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<double>, 64, true, 64, 64, 32, 32, 2, 2);
+FLASHATTN_FORWARD(MultiplyAdds<double>, 512, true, 32, 32, 32, 32, 2, 2);
+#undef FLASHATTN_FORWARD_16BIT
+#undef FLASHATTN_FORWARD
+
+#define FLASHATTN_BACKWARD(Arithmetic, HeadDim, General, room, ...) \
+  template <>                                                       \
+  struct BackwardTiles<Arithmetic, HeadDim, General, Room::room>    \
+      : BackwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
+#define FLASHATTN_BACKWARD_16BIT(HeadDim, General, room, ...)                    \
+  FLASHATTN_BACKWARD(TensorCores<float16>, HeadDim, General, room, __VA_ARGS__); \
+  FLASHATTN_BACKWARD(TensorCores<bfloat16>, HeadDim, General, room, __VA_ARGS__)
+
+//                                        depth slice keys rows  warps: key column query  stages blocks
+FLASHATTN_BACKWARD_16BIT(64, false, small, 64, 64, 128, 32, 4, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(64, false, medium, 64, 64, 128, 32, 4, 1, 2, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, false, large, 64, 64, 128, 32, 4, 1, 2, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, true, small, 64, 64, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(64, true, medium, 64, 64, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(64, true, large, 64, 64, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, false, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, false, medium, 128, 128, 128, 64, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, false, large, 128, 128, 128, 64, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, true, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, true, medium, 128, 128, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(128, true, large, 128, 128, 128, 32, 8, 1, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(256, false, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, false, medium, 256, 256, 64, 64, 4, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, false, large, 256, 256, 64, 64, 4, 2, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(256, true, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, true, medium, 256, 256, 64, 32, 4, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, true, large, 256, 256, 64, 32, 4, 2, 2, 2, 1);
+#undef FLASHATTN_BACKWARD_16BIT
+
+// The tiles that fit every GPU.
+#define FLASHATTN_BACKWARD_ANY(Arithmetic, HeadDim, ...) \
+  template <Room room>                                   \
+  struct BackwardTiles<Arithmetic, HeadDim, true, room>  \
+      : BackwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
+FLASHATTN_BACKWARD_ANY(TensorCores<float16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(TensorCores<bfloat16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 64, 64, 64, 64, 32, 4, 1, 2, 1, 2);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 128, 128, 128, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 512, 64, 64, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 64, 64, 64, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 512, 32, 32, 32, 32, 2, 2, 2, 1, 1);
+#undef FLASHATTN_BACKWARD_ANY
+#undef FLASHATTN_BACKWARD
 
 }  // namespace flashattn::cuda::portable

@@ -1,0 +1,240 @@
+// Flash attention backward for sm_80 and newer (FlashAttention-2, arXiv:2307.08691).
+//
+// A block owns keys and walks over the query rows, of every head of the group, that see them:
+//   scores^T = key * query^T,  grads^T = value * grad_out^T        (the next rows arrive meanwhile)
+//   -> probabilities^T, score gradients^T
+//   grad_value += probabilities^T * grad_out,  grad_key += score gradients^T * query
+//   grad_query += score gradients * key        (added to a workspace that all blocks of a head share)
+// The sums in the workspace lie in the order of the accumulators; a last kernel (row_kernels.cuh)
+// makes grad_query of them. Added in any order they differ in the last bits from run to run; the
+// deterministic mode takes turns.
+#pragma once
+
+#include "cuda/attend/scores.cuh"
+#include "cuda/flash/portable/tiles.cuh"
+#include "cuda/flash/portable/store.cuh"
+#include "cuda/ptx/reduce.cuh"
+
+namespace flashattn::cuda::portable {
+
+// Called by the whole block.
+__device__ __forceinline__ void wait_for(const int* turn, int mine) {
+  if (threadIdx.x == 0) {
+    while (ptx::acquire(turn) != mine) {
+    }
+  }
+  __syncthreads();
+}
+
+// Blocks: (batch, heads_kv, slices of the head dims, key tiles), slowest first.
+template <class Tiles, class Terms>
+__global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
+                                  DeviceTile<Tiles>::kBlocksPerMultiprocessor)
+    flash_backward_kernel(const __grid_constant__ BackwardArguments a) {
+  using Tile = DeviceTile<Tiles>;
+  using Arithmetic = typename Tile::Arithmetic;
+  using Element = typename Tile::Element;
+  using Real = typename Tile::Real;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<BackwardShared<Tile, Terms>*>(shared_bytes);
+  const AttentionProblem& p = a.problem;
+
+  int block = blockIdx.x;
+  // Early keys are seen by most rows under a causal mask and go first. Turns go from the last key
+  // tile to the first, so that a causal mask makes nobody wait.
+  const int part = a.deterministic ? a.key_parts - 1 - block % a.key_parts : block % a.key_parts;
+  block /= a.key_parts;
+  const int slice = block % a.slices * Tile::kSlice;
+  block /= a.slices;
+  const int heads_kv = static_cast<int>(p.heads_kv), group = static_cast<int>(p.group_size());
+  const int kv_head = block % heads_kv, batch = block / heads_kv;
+  const Sequence sequence = p.sequences[batch];
+  const int len_q = static_cast<int>(sequence.len_q), len_k = static_cast<int>(sequence.len_k);
+  const TileMask mask = p.mask_rule.for_sequence(len_q, len_k);
+  const TileRange keys{part * Tile::kKeys, min((part + 1) * Tile::kKeys, len_k)};
+  // Dense keys past the sequence's end still have gradients: zeros.
+  const int stored_keys = p.sequences.packed() ? len_k : static_cast<int>(p.sequences.storage_k);
+  if (keys.begin >= stored_keys) return;
+  if (threadIdx.x == 0) shared.mask = mask;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_key = warp % Tile::kKeyWarps * 16 * Tile::kFragments;
+  const int column_warp = warp / Tile::kKeyWarps;
+  const int warp_row = column_warp * Tile::kWarpRows;
+  constexpr int kWarpColumns = Tile::kSlice / Tile::kColumnWarps;
+  const auto key = [&](int column) {
+    return head_matrix<Element>(p.key, batch, kv_head, sequence.k_begin + keys.begin, keys.size(),
+                                column, a.chunked.key);
+  };
+  const auto value = [&](int column) {
+    return head_matrix<Element>(p.value, batch, kv_head, sequence.k_begin + keys.begin, keys.size(),
+                                column, a.chunked.value);
+  };
+  if constexpr (Tile::kWhole) {
+    load_tile<Tile::kThreads>(shared.own[0], key(0));
+    load_tile<Tile::kThreads>(shared.own[1], value(0));
+  } else {
+    load_tile<Tile::kThreads>(shared.own_slice, key(slice));
+  }
+  ptx::cp_async_commit();
+  Accumulators<Real, Tile::kFragments, kWarpColumns / 8> grad_key, grad_value;
+  grad_key.clear();
+  grad_value.clear();
+
+  const TileRange seen_by = mask.queries_for(keys);
+  const int first_row = seen_by.begin / Tile::kRows * Tile::kRows;
+  const auto load_rows = [&](int stage, int head, int row) {
+    const auto query = [&](int column) {
+      return head_matrix<Element>(p.query, batch, head, sequence.q_begin + row, len_q - row, column,
+                                  a.chunked.query);
+    };
+    const auto grad_out = [&](int column) {
+      return head_matrix<Element>(a.inputs.grad_out, batch, head, sequence.q_begin + row,
+                                  len_q - row, column, a.chunked.grad_out);
+    };
+    if constexpr (Tile::kWhole) {
+      load_tile<Tile::kThreads>(shared.stream[stage][0], query(0));
+      load_tile<Tile::kThreads>(shared.stream[stage][1], grad_out(0));
+    } else {
+      load_tile<Tile::kThreads>(shared.stream_slice[0], query(slice));
+      load_tile<Tile::kThreads>(shared.stream_slice[1], grad_out(slice));
+    }
+    load_row_terms<Tile>(shared, stage, a, a.padded.begin(p, sequence, batch, head) + row);
+    ptx::cp_async_commit();
+  };
+
+  int head = kv_head * group, row = first_row, stage = 0;
+  const int heads_end = seen_by.empty() ? head : head + group;
+  if (head < heads_end) load_rows(0, head, row);
+#pragma unroll 1
+  while (head < heads_end) {
+    const bool last_of_head = row + Tile::kRows >= seen_by.end;
+    const int next_head = last_of_head ? head + 1 : head;
+    const int next_row = last_of_head ? first_row : row + Tile::kRows;
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the rows are here, and everybody is done with those before
+    if (Tile::kStages > 1 && next_head < heads_end) load_rows(stage ^ 1, next_head, next_row);
+
+    const DropoutStream stream =
+        Terms::kGeneral && p.dropout ? p.dropout.stream(batch, p.heads_q, head) : DropoutStream{};
+    // Key tiles add to grad_query of these rows from the last that they see to the first.
+    int* const turn = a.turns + ((static_cast<int64_t>(batch) * p.heads_q + head) * a.slices +
+                                 slice / Tile::kSlice) * a.row_parts + row / Tile::kRows;
+    const int my_turn =
+        (mask.keys_for({row, min(row + Tile::kRows, len_q)}).end - 1) / Tile::kKeys - part;
+    const bool visible = fill_general_terms<Tile, Terms>(shared, a, stream, batch, head, row,
+                                                         keys.begin, len_q, len_k);
+    if (visible) {
+      Accumulators<Real, Tile::kFragments, Tile::kWarpRows / 8> dots, grads;
+      product<Tile>(
+          dots, shared, stage, 0, static_cast<int>(p.head_dim), key,
+          [&](int column) {
+            return head_matrix<Element>(p.query, batch, head, sequence.q_begin + row, len_q - row,
+                                        column, a.chunked.query);
+          },
+          warp_key, warp_row, lane);
+      product<Tile>(
+          grads, shared, stage, 1, static_cast<int>(p.head_dim_v), value,
+          [&](int column) {
+            return head_matrix<Element>(a.inputs.grad_out, batch, head, sequence.q_begin + row,
+                                        len_q - row, column, a.chunked.grad_out);
+          },
+          warp_key, warp_row, lane);
+      const bool hidden_pairs = !mask.all_visible({row, row + Tile::kRows},
+                                                  {keys.begin, keys.begin + Tile::kKeys});
+      const Terms terms(p, batch, head, mask);
+      gradient_step<Tile, true>(p, terms, shared, stage, keys.begin, row, warp_key, warp_row,
+                                hidden_pairs, dots, grads, lane);
+
+      const auto& query_tile = [&]() -> const auto& {
+        if constexpr (Tile::kWhole) return shared.stream[stage][0];
+        else return shared.stream_slice[0];
+      }();
+      const auto& grad_out_tile = [&]() -> const auto& {
+        if constexpr (Tile::kWhole) return shared.stream[stage][1];
+        else return shared.stream_slice[1];
+      }();
+      const auto& key_tile = [&]() -> const auto& {
+        if constexpr (Tile::kWhole) return shared.own[0];
+        else return shared.own_slice;
+      }();
+      const int column = column_warp * kWarpColumns;
+      Arithmetic::store(grads, shared.score_gradients, warp_key, warp_row, lane);
+      if constexpr (Tile::kColumnWarps == 1) {
+        Arithmetic::multiply_accumulators(grad_value, dots, grad_out_tile, shared.probabilities,
+                                          lane);
+        Arithmetic::multiply_accumulators(grad_key, grads, query_tile, shared.probabilities, lane);
+      } else {
+        Arithmetic::store(dots, shared.probabilities, warp_key, warp_row, lane);
+      }
+      __syncthreads();  // the score gradients of all keys are here
+      if constexpr (Tile::kColumnWarps > 1) {
+        Arithmetic::multiply(grad_value, shared.probabilities, warp_key, grad_out_tile, column,
+                             lane);
+        Arithmetic::multiply(grad_key, shared.score_gradients, warp_key, query_tile, column, lane);
+      }
+
+      // grad_query of these rows: the warps share its rows and columns anew.
+      constexpr int kColumnsOfQuery = Tile::kSlice / (Tile::kWarps / Tile::kQueryWarps);
+      constexpr int kQueryFragments = Tile::kRows / (16 * Tile::kQueryWarps);
+      const int query_row = warp % Tile::kQueryWarps * 16 * kQueryFragments;
+      const int query_column = warp / Tile::kQueryWarps * kColumnsOfQuery;
+      Accumulators<Real, kQueryFragments, kColumnsOfQuery / 8> grad_query;
+      grad_query.clear();
+      Arithmetic::transposed_multiply(grad_query, shared.score_gradients, query_row, key_tile,
+                                      query_column, lane);
+      if (a.deterministic) wait_for(turn, my_turn);
+      Real* const sums = static_cast<Real*>(a.grad_query) +
+                         (a.padded.begin(p, sequence, batch, head) + row) * a.slices * Tile::kSlice +
+                         Tile::kRows * slice;
+#pragma unroll
+      for (int f = 0; f < kQueryFragments; ++f) {
+#pragma unroll
+        for (int b = 0; b < kColumnsOfQuery / 8; ++b) {
+          const int fragment = (query_row / 16 + f) * (Tile::kSlice / 8) + query_column / 8 + b;
+          ptx::add_to_global(sums + (fragment * 32 + lane) * 4, grad_query.value[f][b]);
+        }
+      }
+    } else if (a.deterministic) {
+      wait_for(turn, my_turn);
+    }
+    if (a.deterministic) {
+      __syncthreads();  // everybody has added
+      if (threadIdx.x == 0) ptx::release(turn, my_turn + 1);
+    }
+    if (Tile::kStages == 1 && next_head < heads_end) {
+      __syncthreads();  // everybody is done with these rows
+      load_rows(0, next_head, next_row);
+    }
+    head = next_head;
+    row = next_row;
+    if (Tile::kStages > 1) stage ^= 1;
+  }
+
+  ptx::cp_async_wait<0>();
+  __syncthreads();  // the tiles are free to be staging room
+  const Real scale = static_cast<Real>(p.scale);
+#pragma unroll
+  for (int f = 0; f < Tile::kFragments; ++f) {
+#pragma unroll
+    for (int b = 0; b < kWarpColumns / 8; ++b) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grad_key.value[f][b][e] *= scale;
+    }
+  }
+  const int column = column_warp * kWarpColumns;
+  const auto store = [&](const auto& sums, auto& staging, const UntypedView4& view) {
+    if (!view) return;
+    const auto to = view.as<Element>();
+    store_rows<Arithmetic>(
+        sums, staging, warp_key, column,
+        {to.at(batch, kv_head, sequence.k_begin + keys.begin, slice + column), to.stride[2],
+         to.stride[3], min(stored_keys - keys.begin, Tile::kKeys),
+         static_cast<int>(view.size[3]) - slice - column, &view == &a.outputs.grad_key ? a.chunked.grad_key : a.chunked.grad_value},
+        lane);
+  };
+  store(grad_key, shared.own[0], a.outputs.grad_key);
+  store(grad_value, shared.own[1], a.outputs.grad_value);
+}
+
+}  // namespace flashattn::cuda::portable
