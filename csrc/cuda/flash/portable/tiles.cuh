@@ -84,9 +84,9 @@ FLASHATTN_FORWARD(MultiplyAdds<double>, 512, true, 32, 32, 32, 32, 2, 2);
   FLASHATTN_BACKWARD(TensorCores<bfloat16>, HeadDim, General, room, __VA_ARGS__)
 
 //                                        depth slice keys rows  warps: key column query  stages blocks
-FLASHATTN_BACKWARD_16BIT(64, false, small, 64, 64, 128, 32, 4, 1, 2, 2, 1);
-FLASHATTN_BACKWARD_16BIT(64, false, medium, 64, 64, 128, 32, 4, 1, 2, 2, 2);
-FLASHATTN_BACKWARD_16BIT(64, false, large, 64, 64, 128, 32, 4, 1, 2, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, false, small, 64, 64, 128, 32, 4, 1, 1, 2, 1);
+FLASHATTN_BACKWARD_16BIT(64, false, medium, 64, 64, 128, 32, 4, 1, 1, 2, 2);
+FLASHATTN_BACKWARD_16BIT(64, false, large, 64, 64, 128, 32, 4, 1, 1, 2, 2);
 FLASHATTN_BACKWARD_16BIT(64, true, small, 64, 64, 128, 32, 8, 1, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(64, true, medium, 64, 64, 128, 32, 8, 1, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(64, true, large, 64, 64, 128, 32, 8, 1, 2, 2, 1);
@@ -97,8 +97,8 @@ FLASHATTN_BACKWARD_16BIT(128, true, small, 128, 128, 64, 32, 4, 1, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(128, true, medium, 128, 128, 128, 32, 8, 1, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(128, true, large, 128, 128, 128, 32, 8, 1, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(256, false, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_16BIT(256, false, medium, 256, 256, 64, 64, 4, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_16BIT(256, false, large, 256, 256, 64, 64, 4, 2, 2, 2, 1);
+FLASHATTN_BACKWARD_16BIT(256, false, medium, 256, 256, 64, 64, 2, 4, 2, 1, 1);
+FLASHATTN_BACKWARD_16BIT(256, false, large, 256, 256, 64, 64, 2, 4, 2, 2, 1);
 FLASHATTN_BACKWARD_16BIT(256, true, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_16BIT(256, true, medium, 256, 256, 64, 32, 4, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_16BIT(256, true, large, 256, 256, 64, 32, 4, 2, 2, 2, 1);
