@@ -73,8 +73,7 @@ list(GET architectures -1 newest)
 add_library(cuda OBJECT ${CUDA_SOURCES})
 set_target_properties(cuda PROPERTIES CUDA_ARCHITECTURES "${real};${newest}-virtual")
 target_link_libraries(cuda PUBLIC cuda_rules)
-target_compile_definitions(cuda INTERFACE FLASHATTN_HAS_CUDA=1
-  $<$<BOOL:${FLASHATTN_EXT_CUDA_FLASH}>:FLASHATTN_HAS_CUDA_FLASH=1>)
+target_compile_definitions(cuda INTERFACE FLASHATTN_HAS_CUDA=1)
 
 if(CUDA_SM90_SOURCES AND "90a" IN_LIST architectures)
   add_library(cuda_sm90 OBJECT ${CUDA_SM90_SOURCES})

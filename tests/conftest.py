@@ -102,6 +102,14 @@ def untouched_malloc():
     perturb_malloc(NAN_BYTES_EVERYWHERE)
 
 
+@pytest.fixture
+def deterministic_algorithms():
+    """Backward on CUDA adds in any order unless it is told otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def _clean_start(request, malloc_is_poisoned):
     """Every test starts from the same seed and from poisoned memory."""

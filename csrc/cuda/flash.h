@@ -9,7 +9,8 @@ namespace flashattn::cuda {
 
 // Rows of `out` and `lse` that belong to no sequence, and max_logits (-inf), are filled by the
 // caller.
-void flash_forward(const AttentionProblem& problem, const ForwardOutputs& outputs, int device);
+void flash_forward(const AttentionProblem& problem, const ForwardOutputs& outputs, int device,
+                   const Workspace& workspace);
 
 // Rows of packed gradients that belong to no sequence are left alone; the caller fills them with
 // zero. `deterministic`: bitwise reproducible, by taking turns.

@@ -12,13 +12,6 @@ inline constexpr bool kWithCuda = true;
 inline constexpr bool kWithCuda = false;
 #endif
 
-// Flash attention has CUDA kernels of its own, which a build may leave out.
-#if defined(FLASHATTN_HAS_CUDA_FLASH)
-inline constexpr bool kWithCudaFlash = true;
-#else
-inline constexpr bool kWithCudaFlash = false;
-#endif
-
 // Use: if constexpr (kWithCuda) cuda::op(...); else built_without_cuda("op");
 [[noreturn]] inline void built_without_cuda(const char* op) {
   STD_TORCH_CHECK(false, "flashattn_ext::", op,

@@ -203,7 +203,8 @@ def test_one_query_one_key(dtype, op, device):  # N14
     grad_out = random_upstream(tensors, packed=False)[0]
     results, gradients = run(op, tensors, {}, [grad_out, None])
     assert torch.equal(results.out, tensors[2].repeat_interleave(2, 1))
-    if tensors[0].element_size() == 2:  # fp32 dot products of 16-bit numbers agree to the last bit
+    # fp32 dot products of 16-bit numbers agree to the last bit, but for the tensor cores' order.
+    if tensors[0].element_size() == 2 and device == "cpu":
         assert not gradients["query"].count_nonzero() and not gradients["key"].count_nonzero()
     groups = grad_out.unflatten(1, (2, 2)).sum(2)
     assert torch.equal(gradients["value"], groups)

@@ -18,6 +18,8 @@ from tolerances import assert_close
 
 import flashattn_ext
 
+pytestmark = pytest.mark.usefixtures("deterministic_algorithms")  # compared bit by bit
+
 OPS = ("flash_attention_forward", "flash_attention_backward")
 NAMES = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
 

@@ -8,6 +8,8 @@ from checks import DENSE_OPS, check_call, flash_attention_varlen, random_upstrea
 from layouts import EXPANSIONS, LAYOUTS, ORDERS, dense_strides_like, lay_out
 from problems import Problem, build
 
+pytestmark = pytest.mark.usefixtures("deterministic_algorithms")  # compared bit by bit
+
 OPS = ("flash_attention_forward", "flash_attention_varlen_forward")
 PLACES = ("query", "key", "value", "attn_mask")
 

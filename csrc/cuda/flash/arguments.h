@@ -17,6 +17,7 @@ struct ForwardTask {
   int batch, head;
   int row;           // first query row, inside the sequence
   int value_column;  // first column of value and out
+  int split;         // which run of key tiles
 };
 
 struct ForwardArguments {
@@ -27,17 +28,30 @@ struct ForwardArguments {
   int value_tile = 0;   // value columns per block
   int parts = 0;        // row tiles of the longest sequence
   int value_parts = 0;  // value tiles
+  // Where row tiles are too few to fill the GPU, each one's keys are split into runs, whose results
+  // a last kernel joins (split_kernel.cuh): (splits, batch, heads_q, len_q, head_dim_v) and
+  // (splits, batch, heads_q, len_q), accumulator type.
+  int splits = 1;
+  void *partial_out = nullptr, *partial_lse = nullptr;
 
-  int64_t blocks() const { return problem.sequences.count * problem.heads_q * value_parts * parts; }
+  FLASHATTN_HD int64_t rows() const {
+    return problem.sequences.count * problem.heads_q * problem.sequences.storage_q;
+  }
+  int64_t blocks() const {
+    return problem.sequences.count * problem.heads_q * value_parts * splits * parts;
+  }
 
   // Neighbouring blocks share their keys; late rows, which see most under a causal mask, go first.
   FLASHATTN_HD ForwardTask task(int block) const {
     const int part = parts - 1 - block % parts;
     block /= parts;
+    const int split = block % splits;
+    block /= splits;
     const int value_part = block % value_parts;
     block /= value_parts;
     const int heads = static_cast<int>(problem.heads_q);
-    return {block / heads, block % heads, part * row_tile, value_part * value_tile};
+    return {block / heads, block % heads, part * row_tile, value_part * value_tile,
+            split};
   }
 };
 

@@ -46,7 +46,8 @@ void check_lengths(const OpScope& scope, const AttentionProblem& p) {
 
 }  // namespace
 
-void flash_forward(const AttentionProblem& problem, const ForwardOutputs& outputs, int device) {
+void flash_forward(const AttentionProblem& problem, const ForwardOutputs& outputs, int device,
+                   const Workspace& workspace) {
   const OpScope scope("flash_attention_forward", device);
   check_lengths(scope, problem);
   ForwardArguments arguments{};
@@ -56,7 +57,7 @@ void flash_forward(const AttentionProblem& problem, const ForwardOutputs& output
   arguments.chunked.out = is_chunked(outputs.out, problem.dtype) &&
                           (!outputs.out_low || is_chunked(outputs.out_low, problem.dtype));
   with_element(problem.dtype, [&](auto element) {
-    portable::launch_forward<decltype(element)>(scope, arguments);
+    portable::launch_forward<decltype(element)>(scope, arguments, workspace);
   });
 }
 

@@ -1,3 +1,5 @@
 #include "cuda/flash/portable/forward_launch.cuh"
 
-template void flashattn::cuda::portable::launch_forward<float>(const OpScope&, const ForwardArguments&);
+template void flashattn::cuda::portable::launch_forward<float>(const OpScope&,
+                                                             const ForwardArguments&,
+                                                             const Workspace&);

@@ -49,9 +49,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   if (rows.empty()) return;
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * Tile::kFragments;
-  const TileRange seen = mask.keys_for(rows);
+  TileRange seen = mask.keys_for(rows);
   const TileRange all_see = mask.keys_for_all({rows.begin, rows.begin + Tile::kRows});
-  const int first_key = seen.begin / Tile::kKeys * Tile::kKeys;
+  int first_key = seen.begin / Tile::kKeys * Tile::kKeys;
+  if (arguments.splits > 1) {
+    const int tiles = (seen.end - first_key + Tile::kKeys - 1) / Tile::kKeys;
+    const int run = (tiles + arguments.splits - 1) / arguments.splits * Tile::kKeys;
+    first_key += task.split * run;
+    seen.end = min(seen.end, first_key + run);
+  }
   const int kv_head = static_cast<int>(p.kv_head(task.head));
   const int head_dim = static_cast<int>(p.head_dim);
   const int value_columns = static_cast<int>(p.head_dim_v) - task.value_column;
@@ -99,7 +105,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   out.clear();
 #pragma unroll
   for (int f = 0; f < Tile::kFragments; ++f)
-    softmax[f].start(Scores::initial_max(p, task.head), lane);
+    softmax[f].start(task.split == 0 ? Scores::initial_max(p, task.head) : kNegativeInfinity<Real>,
+                     lane);
   float max_logit = kNegativeInfinity<float>;
 
 #pragma unroll 1
@@ -193,7 +200,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         out.value[f][b][2 * half + 1] *= factor;
       }
       const int row = rows.begin + warp_row + 16 * f + lane / 4 + 8 * half;
-      if (lane % 4 == 0 && task.value_column == 0 && row < rows.end) {
+      if (row >= rows.end) continue;
+      if (arguments.splits > 1) {
+        const int64_t index =
+            task.split * arguments.rows() +
+            (int64_t{task.batch} * p.heads_q + task.head) * p.sequences.storage_q + row;
+        Real* const to =
+            static_cast<Real*>(arguments.partial_out) + index * p.head_dim_v + task.value_column;
+#pragma unroll
+        for (int b = 0; b < Tile::kValueDim / 8; ++b) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int column = 8 * b + 2 * (lane % 4) + e;
+            if (column < value_columns) to[column] = out.value[f][b][2 * half + e];
+          }
+        }
+        static_cast<Real*>(arguments.partial_lse)[index] =
+            softmax[f].log_sum_exp(half, total, terms).high;
+      } else if (lane % 4 == 0 && task.value_column == 0) {
         const LogSumExp<Real> row_lse = softmax[f].log_sum_exp(half, total, terms);
         *lse.at(task.batch, task.head, sequence.q_begin + row) = row_lse.high;
         if (lse_low) *lse_low.at(task.batch, task.head, sequence.q_begin + row) = row_lse.low;
@@ -212,7 +236,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         lane);
   };
 #pragma unroll 1
-  for (int lost = 0; lost < 2; ++lost) {
+  for (int lost = 0; lost < 2 && arguments.splits == 1; ++lost) {
     const UntypedView4& view = lost ? arguments.outputs.out_low : arguments.outputs.out;
     if (!view) break;
     if (lost) {

@@ -3,6 +3,7 @@
 
 #include "cuda/flash/portable/forward_kernel.cuh"
 #include "cuda/flash/portable/launch.h"
+#include "cuda/flash/portable/split_kernel.cuh"
 #include "cuda/launch.cuh"
 
 namespace flashattn::cuda::portable {
@@ -22,22 +23,47 @@ void with_width(const AttentionProblem& p, const Function& function, Widths... w
   (attempt(widths) || ...);
 }
 
+// How many runs a row tile's keys are split into: as many as fill the GPU once, each of at least
+// four key tiles.
+template <class Tile>
+int splits_of(const OpScope& scope, const ForwardArguments& a) {
+  if (a.problem.sequences.packed()) return 1;
+  const int64_t room = int64_t{scope.device().multiprocessors} * Tile::kBlocksPerMultiprocessor;
+  const int64_t wanted = room / std::max<int64_t>(a.blocks(), 1);
+  const int64_t most = a.problem.sequences.max_len_k / (4 * Tile::kKeys);
+  return static_cast<int>(
+      std::max<int64_t>(std::min({wanted, most, int64_t{kMostSplits}}), 1));
+}
+
 template <class Tile, class Scores>
-void launch_forward_kernel(const OpScope& scope, ForwardArguments a) {
+void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Workspace& workspace) {
+  using Element = typename Tile::Arithmetic::Element;
+  using Real = typename Tile::Arithmetic::Real;
+  const AttentionProblem& p = a.problem;
   a.row_tile = Tile::kRows;
   a.value_tile = Tile::kValueDim;
-  a.parts = static_cast<int>(divide_up(a.problem.sequences.max_len_q, Tile::kRows));
-  a.value_parts = static_cast<int>(divide_up(a.problem.head_dim_v, Tile::kValueDim));
+  a.parts = static_cast<int>(divide_up(p.sequences.max_len_q, Tile::kRows));
+  a.value_parts = static_cast<int>(divide_up(p.head_dim_v, Tile::kValueDim));
   if (a.value_parts < 1) a.value_parts = 1;  // lse is wanted still
   if (a.blocks() == 0) return;
+  a.splits = splits_of<Tile>(scope, a);
+  if (a.splits > 1) {
+    const int64_t out = a.splits * a.rows() * p.head_dim_v, lse = a.splits * a.rows();
+    a.partial_out = workspace((out + lse) * int64_t{sizeof(Real)});
+    a.partial_lse = static_cast<Real*>(a.partial_out) + out;
+  }
   launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
          flash_forward_kernel<Tile, Scores>, a);
+  if (a.splits > 1) {
+    launch(scope, {divide_up(a.rows(), kJoinWarps), 32 * kJoinWarps},
+           flash_join_splits_kernel<Element>, a);
+  }
 }
 
 // Plain and general scores have tiles of their own: the general ones are fewer, since none is the
 // hot path of its width.
 template <class Element>
-void launch_forward(const OpScope& scope, const ForwardArguments& a) {
+void launch_forward(const OpScope& scope, const ForwardArguments& a, const Workspace& workspace) {
   const AttentionProblem& p = a.problem;
   const auto general = [&](auto arithmetic, auto... widths) {
     using Arithmetic = decltype(arithmetic);
@@ -45,17 +71,27 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a) {
         p,
         [&](auto width) {
           launch_forward_kernel<ForwardTiles<Arithmetic, width.value, true>,
-                                GeneralScores<typename Arithmetic::Real>>(scope, a);
+                                GeneralScores<typename Arithmetic::Real>>(scope, a, workspace);
         },
         widths...);
   };
   if constexpr (sizeof(Element) == 2) {
     if (has_plain_scores(p) && !a.outputs.max_logits && std::max(p.head_dim, p.head_dim_v) <= 256) {
+      using Arithmetic = TensorCores<Element>;
+      if (p.sequences.max_len_q <= kFewRows) {
+        return with_width(
+            p,
+            [&](auto width) {
+              launch_forward_kernel<FewRowsTile<Arithmetic, width.value>, PlainScores>(scope, a,
+                                                                                       workspace);
+            },
+            Width<64>{}, Width<128>{}, Width<256>{});
+      }
       return with_width(
           p,
           [&](auto width) {
-            launch_forward_kernel<ForwardTiles<TensorCores<Element>, width.value, false>,
-                                  PlainScores>(scope, a);
+            launch_forward_kernel<ForwardTiles<Arithmetic, width.value, false>, PlainScores>(
+                scope, a, workspace);
           },
           Width<64>{}, Width<96>{}, Width<128>{}, Width<192>{}, Width<256>{});
     }

@@ -13,7 +13,8 @@ inline bool has_plain_scores(const AttentionProblem& p) {
 }
 
 template <class Element>
-void launch_forward(const OpScope& scope, const ForwardArguments& arguments);
+void launch_forward(const OpScope& scope, const ForwardArguments& arguments,
+                    const Workspace& workspace);
 
 // The row terms, then the gradients that are asked for. The row terms and the partial sums have
 // their memory already.

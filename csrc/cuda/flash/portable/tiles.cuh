@@ -72,6 +72,11 @@ FLASHATTN_FORWARD(MultiplyAdds<float>, 128, true, 128, 128, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<float>, 512, true, 64, 64, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 64, true, 64, 64, 32, 32, 2, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 512, true, 32, 32, 32, 32, 2, 2);
+// Few query rows read their keys once: what counts is how many blocks have loads in flight.
+inline constexpr int kFewRows = 16;
+template <class Arithmetic, int HeadDim>
+using FewRowsTile = ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, kFewRows,
+                                HeadDim <= 128 ? 64 : 32, 1, 4>;
 #undef FLASHATTN_FORWARD_16BIT
 #undef FLASHATTN_FORWARD
 
