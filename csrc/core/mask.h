@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/constants.h"
 #include "core/host_device.h"
@@ -87,8 +88,9 @@ struct MaskRule {
   int64_t window_right = kUnlimited;
   Alignment alignment = Alignment::top_left;
 
-  template <class Index>
-  FLASHATTN_HD SequenceMaskOf<Index> for_sequence(Index len_q, Index len_k) const {
+  template <class Index = int64_t>
+  FLASHATTN_HD SequenceMaskOf<Index> for_sequence(std::type_identity_t<Index> len_q,
+                                                  std::type_identity_t<Index> len_k) const {
     const Index shift = alignment == Alignment::bottom_right ? len_k - len_q : 0;
     return {len_q, len_k, shift, reach<Index>(window_left),
             causal ? Index{0} : reach<Index>(window_right)};

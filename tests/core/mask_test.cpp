@@ -70,6 +70,19 @@ TEST(Mask, VisibleFollowsTheRule) {
   });
 }
 
+// CUDA kernels count in 32 bits.
+TEST(Mask, PositionsOf32BitsSeeTheSame) {
+  for_every_mask([](const MaskRule& rule, const SequenceMask& mask) {
+    const int len_q = static_cast<int>(mask.len_q), len_k = static_cast<int>(mask.len_k);
+    const SequenceMaskOf<int> narrow = rule.for_sequence<int>(len_q, len_k);
+    for (int i = 0; i < len_q; ++i) {
+      for (int j = -2; j < len_k + 2; ++j) ASSERT_EQ(narrow.visible(i, j), mask.visible(i, j));
+      ASSERT_EQ(narrow.keys_for({i, i + 1}).end, mask.keys_for({i, i + 1}).end);
+      ASSERT_EQ(narrow.keys_for_all({i, len_q}).begin, mask.keys_for_all({i, len_q}).begin);
+    }
+  });
+}
+
 // Tight at both ends: the first and the last key of the range are seen, and none outside it is.
 TEST(Mask, KeysForIsExactlyTheSpanOfVisibleKeys) {
   for_every_mask([](const MaskRule& rule, const SequenceMask& mask) {

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
   const int kv_head = block % heads_kv, batch = block / heads_kv;
   const Sequence sequence = p.sequences[batch];
   const int len_q = static_cast<int>(sequence.len_q), len_k = static_cast<int>(sequence.len_k);
-  const TileMask mask = p.mask_rule.for_sequence(len_q, len_k);
+  const TileMask mask = p.mask_rule.for_sequence<int>(len_q, len_k);
   const TileRange keys{part * Tile::kKeys, min((part + 1) * Tile::kKeys, len_k)};
   // Dense keys past the sequence's end still have gradients: zeros.
   const int stored_keys = p.sequences.packed() ? len_k : static_cast<int>(p.sequences.storage_k);

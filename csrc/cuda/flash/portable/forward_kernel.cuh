@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   const ForwardTask task = arguments.task(blockIdx.x);
   const Sequence sequence = p.sequences[task.batch];
   const int len_q = static_cast<int>(sequence.len_q), len_k = static_cast<int>(sequence.len_k);
-  const TileMask mask = p.mask_rule.for_sequence(len_q, len_k);
+  const TileMask mask = p.mask_rule.for_sequence<int>(len_q, len_k);
   if (threadIdx.x == 0) shared.mask = mask;
   const TileRange rows{task.row, min(task.row + Tile::kRows, len_q)};
   if (rows.empty()) return;

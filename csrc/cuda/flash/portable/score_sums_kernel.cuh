@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   for (int batch = batches.begin; batch < batches.end; ++batch) {
     const Sequence sequence = p.sequences[batch];
     const int len_q = static_cast<int>(sequence.len_q), len_k = static_cast<int>(sequence.len_k);
-    const TileMask mask = p.mask_rule.for_sequence(len_q, len_k);
+    const TileMask mask = p.mask_rule.for_sequence<int>(len_q, len_k);
     const TileRange rows = covered(2, row_part, len_q, Tile::kRows);
     const TileRange keys = covered(3, key_part, len_k, Tile::kKeys);
     for (int head = heads.begin; head < heads.end; ++head) {
