@@ -27,9 +27,9 @@ struct Isa {
   static constexpr int kBytes = 32, kRows = 6, kVectors = 2;
 };
 #else
-// 16 registers: 12 hold C, 4 a row of B.
+// 16 registers: 12 hold C, as doubles, 2 a row of B.
 struct Isa {
-  static constexpr int kBytes = 16, kRows = 3, kVectors = 4;
+  static constexpr int kBytes = 16, kRows = 3, kVectors = 2;
 };
 #endif
 

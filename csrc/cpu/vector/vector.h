@@ -53,6 +53,44 @@ inline Vector<Real> broadcast(Real value) {
   return value - Vector<Real>{};  // unlike a sum, the same for every value: -0 - 0 is -0
 }
 
+// A sum of products, each lane its own, as exact as with fused multiply-add.
+template <class Real>
+struct MultiplyAddSum {
+  Vector<Real> sum{};
+
+  void add(Vector<Real> a, Vector<Real> b) { sum = multiply_add(a, b, sum); }
+  Vector<Real> rounded() const { return sum; }
+};
+
+#if !defined(__AVX2__)
+// A product of floats has no rounding in double.
+template <>
+struct MultiplyAddSum<float> {
+  typedef float Half __attribute__((vector_size(Isa::kBytes / 2)));
+  Vector<double> low{}, high{};
+
+  void add(Vector<float> a, Vector<float> b) {
+    low += lower(a) * lower(b);
+    high += upper(a) * upper(b);
+  }
+  Vector<float> rounded() const {
+    const Half halves[2] = {__builtin_convertvector(low, Half),
+                            __builtin_convertvector(high, Half)};
+    Vector<float> result;
+    std::memcpy(&result, halves, sizeof(result));
+    return result;
+  }
+
+ private:
+  static Vector<double> lower(Vector<float> v) {
+    return __builtin_convertvector(__builtin_shufflevector(v, v, 0, 1), Vector<double>);
+  }
+  static Vector<double> upper(Vector<float> v) {
+    return __builtin_convertvector(__builtin_shufflevector(v, v, 2, 3), Vector<double>);
+  }
+};
+#endif
+
 // The lanes' own numbers: 0, 1, 2 ...
 template <class Word>
 inline Vector<Word> lane_numbers() {
