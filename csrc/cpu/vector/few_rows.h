@@ -52,31 +52,6 @@ void add_in_column_order(const Vector<Real>* chunk, Real* columns) {
   }
 }
 
-// Adds neighbours at distance Half in both vectors and lays the sums side by side.
-template <int Half, class Real, int... Lane>
-inline Vector<Real> paired_sums(Vector<Real> a, Vector<Real> b,
-                                std::integer_sequence<int, Lane...>) {
-  constexpr int kCount = kLanes<Real>;
-  return __builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane - Half : Lane)...) +
-         __builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane : Lane + Half)...);
-}
-
-// Lane i of the result is the sum of the lanes of rows[i]; the rows are destroyed.
-template <class Real, int Half = 1>
-inline Vector<Real> sums_of_rows(Vector<Real>* rows) {
-  constexpr int kCount = kLanes<Real>;
-  if constexpr (Half == kCount) {
-    return rows[0];
-  } else {
-#pragma GCC unroll 16
-    for (int i = 0; i < kCount / Half / 2; ++i) {
-      rows[i] = paired_sums<Half, Real>(rows[2 * i], rows[2 * i + 1],
-                                        std::make_integer_sequence<int, kCount>());
-    }
-    return sums_of_rows<Real, 2 * Half>(rows);
-  }
-}
-
 // scores (rows, keys) = queries (rows, head_dim) * keys^T (head_dim, keys).
 template <class Element>
 struct DotsInPlace {

@@ -117,6 +117,42 @@ inline Real fold_lanes(Vector<Real> v, const Combine& combine) {
   }
 }
 
+// Combines neighbours at distance Half in both vectors and lays the results side by side.
+template <int Half, class Real, class Combine, int... Lane>
+inline Vector<Real> combine_neighbours(Vector<Real> a, Vector<Real> b, const Combine& combine,
+                                       std::integer_sequence<int, Lane...>) {
+  constexpr int kCount = kLanes<Real>;
+  return combine(__builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane - Half : Lane)...),
+                 __builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane : Lane + Half)...));
+}
+
+// Lane i of the result is all lanes of rows[i] combined; rows[0, lanes) are destroyed.
+template <class Real, int Half = 1, class Combine>
+inline Vector<Real> fold_rows(Vector<Real>* rows, const Combine& combine) {
+  constexpr int kCount = kLanes<Real>;
+  if constexpr (Half == kCount) {
+    return rows[0];
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount / Half / 2; ++i) {
+      rows[i] = combine_neighbours<Half, Real>(rows[2 * i], rows[2 * i + 1], combine,
+                                               std::make_integer_sequence<int, kCount>());
+    }
+    return fold_rows<Real, 2 * Half>(rows, combine);
+  }
+}
+
+template <class Real>
+inline Vector<Real> sums_of_rows(Vector<Real>* rows) {
+  return fold_rows<Real>(rows, [](Vector<Real> a, Vector<Real> b) { return a + b; });
+}
+
+// No lane may be NaN.
+template <class Real>
+inline Vector<Real> largest_of_rows(Vector<Real>* rows) {
+  return fold_rows<Real>(rows, [](Vector<Real> a, Vector<Real> b) { return larger(a, b); });
+}
+
 template <class Real>
 inline Real sum_of_lanes(Vector<Real> v) {
   return fold_lanes<Real>(v, [](Vector<Real> a, Vector<Real> b) { return a + b; });
