@@ -36,6 +36,12 @@ struct Chunk<bfloat16> {
   }
 };
 
+// Keys and values are asked for this many rows before they are needed; wider ones come in time by
+// themselves.
+inline constexpr int64_t kRowsAhead = 32;
+template <class Element>
+inline constexpr bool kPrefetches = sizeof(Element) == 2;
+
 // Between a chunk's order and that of the columns, in memory.
 template <class Element, class Real>
 void chunk_order(const Real* columns, Real* chunk) {
@@ -92,6 +98,9 @@ struct DotsInPlace {
         for (int i = 0; i < Step; ++i) {
           Vector<Real> part[kVectors];
           Chunk<Element>::load(key + i * keys.row_stride + c, part);
+          if (kPrefetches<Element> && Step > 1) {
+            __builtin_prefetch(key + (i + kRowsAhead) * keys.row_stride + c);
+          }
           for (int v = 0; v < kVectors; ++v) {
             sums[first + i] = multiply_add(part[v], load(query + c + v * kCount), sums[first + i]);
           }
@@ -165,6 +174,9 @@ struct WeightedSumsInPlace {
       Vector<Real> part[Chunks * kVectors];
       for (int i = 0; i < Chunks; ++i) {
         Chunk<Element>::load(value + i * kStep, part + i * kVectors);
+        if (kPrefetches<Element>) {
+          __builtin_prefetch(value + kRowsAhead * values.row_stride + i * kStep);
+        }
       }
       for (int r = 0; r < Rows; ++r) {
         const Vector<Real> factor = broadcast(weight[r * weights.row_stride]);
