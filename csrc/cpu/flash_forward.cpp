@@ -28,7 +28,7 @@ namespace {
 template <class Operand>
 struct ForwardTile {
   static constexpr int64_t kRows = sizeof(Operand) == 2 ? 32 : 24;
-  static constexpr int64_t kDiagonalRows = sizeof(Operand) == 2 ? 16 : 12;
+  static constexpr int64_t kDiagonalRows = sizeof(Operand) == 2 ? 32 : 12;
   static constexpr int64_t kKeys = sizeof(Operand) == 2 ? 512 : 256;
 };
 

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "cpu/microkernels.h"
+#include "cpu/softmax_kernels.h"
 
 namespace flashattn::cpu {
 
@@ -18,6 +19,7 @@ struct InstructionSet {
   const char* name;
   bool (*supported)();  // by this processor and operating system
   const MicrokernelSet* kernels;
+  const SoftmaxSet* softmax;
   const Microkernels<bfloat16, bfloat16>* bfloat16_products;  // null: in float
 };
 
@@ -25,6 +27,7 @@ struct InstructionSet {
 std::span<const InstructionSet> instruction_sets();
 
 extern const MicrokernelSet kBaseline, kAvx2, kAvx512;
+extern const SoftmaxSet kBaselineSoftmax, kAvx2Softmax, kAvx512Softmax, kAvx512Bf16Softmax;
 extern const Microkernels<bfloat16, bfloat16> kAvx512Bf16, kAmx;
 
 }  // namespace flashattn::cpu

@@ -51,12 +51,12 @@ bool always() { return true; }
 
 constexpr InstructionSet kInstructionSets[] = {
 #if defined(FLASHATTN_HAS_AMX)
-    {"amx", has_amx, &kAvx512, &kAmx},
-    {"avx512_bf16", has_avx512_bf16, &kAvx512, &kAvx512Bf16},
-    {"avx512", has_avx512, &kAvx512, nullptr},
-    {"avx2", has_avx2, &kAvx2, nullptr},
+    {"amx", has_amx, &kAvx512, &kAvx512Bf16Softmax, &kAmx},
+    {"avx512_bf16", has_avx512_bf16, &kAvx512, &kAvx512Bf16Softmax, &kAvx512Bf16},
+    {"avx512", has_avx512, &kAvx512, &kAvx512Softmax, nullptr},
+    {"avx2", has_avx2, &kAvx2, &kAvx2Softmax, nullptr},
 #endif
-    {"baseline", always, &kBaseline, nullptr},
+    {"baseline", always, &kBaseline, &kBaselineSoftmax, nullptr},
 };
 
 std::string_view environment(const char* name) {
@@ -119,6 +119,8 @@ template <>
 const Microkernels<bfloat16, bfloat16>& microkernels() {
   return *chosen().bfloat16_products;
 }
+
+const SoftmaxSet& softmax_set() { return *chosen().softmax; }
 
 bool multiplies_bfloat16() { return chosen().bfloat16_products != nullptr; }
 

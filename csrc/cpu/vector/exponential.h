@@ -10,22 +10,13 @@
 namespace flashattn::cpu {
 namespace {
 
-inline Vector<double> exponential(Vector<double> x) {
-  for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::exp(x[lane]);
-  return x;
-}
-
 // Exactly 0 at -inf and where the result would be below the smallest normal number, infinity above
-// the largest; NaN stays NaN.
+// the largest, but NaN at infinity; NaN stays NaN.
 //
 // exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2) / 2. Adding 1.5 * 2^23 rounds to an
 // integer and leaves it in the low mantissa bits. ln 2 is split in two, so that r keeps its digits.
-inline Vector<float> exponential(Vector<float> x) {
+inline Vector<float> exponential_below_infinity(Vector<float> x) {
   constexpr float kUnderflow = -0x1.5d589ep6f;
-#if defined(__AVX512F__)
-  constexpr float kOverflow = 89;
-  x = smaller(broadcast(kOverflow), x);
-#endif
   const Vector<float> round = broadcast(0x1.8p23f);
   const Vector<float> shifted = multiply_add(x, broadcast(0x1.715476p0f), round);
   const Vector<float> n = shifted - round;
@@ -47,6 +38,18 @@ inline Vector<float> exponential(Vector<float> x) {
   const Vector<float> finite = x < kUnderflow ? Vector<float>{} : power;
   return x <= kLargest ? finite : x + std::numeric_limits<float>::infinity();
 #endif
+}
+
+inline Vector<double> exponential_below_infinity(Vector<double> x) {
+  for (int lane = 0; lane < kLanes<double>; ++lane) x[lane] = std::exp(x[lane]);
+  return x;
+}
+
+inline Vector<double> exponential(Vector<double> x) { return exponential_below_infinity(x); }
+
+inline Vector<float> exponential(Vector<float> x) {
+  constexpr float kOverflow = 89;
+  return exponential_below_infinity(smaller(broadcast(kOverflow), x));
 }
 
 }  // namespace

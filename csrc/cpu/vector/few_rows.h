@@ -36,6 +36,12 @@ struct Chunk<bfloat16> {
   }
 };
 
+// Keys and values are asked for this many rows before they are needed; wider ones come in time by
+// themselves.
+inline constexpr int64_t kRowsAhead = 32;
+template <class Element>
+inline constexpr bool kPrefetches = sizeof(Element) == 2;
+
 // Between a chunk's order and that of the columns, in memory.
 template <class Element, class Real>
 void chunk_order(const Real* columns, Real* chunk) {
@@ -49,31 +55,6 @@ void add_in_column_order(const Vector<Real>* chunk, Real* columns) {
   constexpr int kVectors = Chunk<Element>::kVectors;
   for (int v = 0; v < kVectors; ++v) {
     for (int i = 0; i < kLanes<Real>; ++i) columns[i * kVectors + v] += chunk[v][i];
-  }
-}
-
-// Adds neighbours at distance Half in both vectors and lays the sums side by side.
-template <int Half, class Real, int... Lane>
-inline Vector<Real> paired_sums(Vector<Real> a, Vector<Real> b,
-                                std::integer_sequence<int, Lane...>) {
-  constexpr int kCount = kLanes<Real>;
-  return __builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane - Half : Lane)...) +
-         __builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane : Lane + Half)...);
-}
-
-// Lane i of the result is the sum of the lanes of rows[i]; the rows are destroyed.
-template <class Real, int Half = 1>
-inline Vector<Real> sums_of_rows(Vector<Real>* rows) {
-  constexpr int kCount = kLanes<Real>;
-  if constexpr (Half == kCount) {
-    return rows[0];
-  } else {
-#pragma GCC unroll 16
-    for (int i = 0; i < kCount / Half / 2; ++i) {
-      rows[i] = paired_sums<Half, Real>(rows[2 * i], rows[2 * i + 1],
-                                        std::make_integer_sequence<int, kCount>());
-    }
-    return sums_of_rows<Real, 2 * Half>(rows);
   }
 }
 
@@ -117,6 +98,9 @@ struct DotsInPlace {
         for (int i = 0; i < Step; ++i) {
           Vector<Real> part[kVectors];
           Chunk<Element>::load(key + i * keys.row_stride + c, part);
+          if (kPrefetches<Element> && Step > 1) {
+            __builtin_prefetch(key + (i + kRowsAhead) * keys.row_stride + c);
+          }
           for (int v = 0; v < kVectors; ++v) {
             sums[first + i] = multiply_add(part[v], load(query + c + v * kCount), sums[first + i]);
           }
@@ -190,6 +174,9 @@ struct WeightedSumsInPlace {
       Vector<Real> part[Chunks * kVectors];
       for (int i = 0; i < Chunks; ++i) {
         Chunk<Element>::load(value + i * kStep, part + i * kVectors);
+        if (kPrefetches<Element>) {
+          __builtin_prefetch(value + kRowsAhead * values.row_stride + i * kStep);
+        }
       }
       for (int r = 0; r < Rows; ++r) {
         const Vector<Real> factor = broadcast(weight[r * weights.row_stride]);

@@ -27,9 +27,9 @@ struct Isa {
   static constexpr int kBytes = 32, kRows = 6, kVectors = 2;
 };
 #else
-// 16 registers: 12 hold C, 4 a row of B.
+// 16 registers: 12 hold C, as doubles, 2 a row of B.
 struct Isa {
-  static constexpr int kBytes = 16, kRows = 3, kVectors = 4;
+  static constexpr int kBytes = 16, kRows = 3, kVectors = 2;
 };
 #endif
 
@@ -131,16 +131,29 @@ inline void store_elements(float16* to, Vector<float> vector) {
 typedef uint16_t HalfWords __attribute__((vector_size(Isa::kBytes / 2)));  // one per float lane
 
 inline Vector<float> load_elements(const bfloat16* from) {
+#if defined(__AVX512F__)
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Vector<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif defined(__AVX2__)
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Vector<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
   HalfWords bits;
   std::memcpy(&bits, from, sizeof(bits));
   return (Vector<float>)(__builtin_convertvector(bits, Words) << 16);
+#endif
 }
 
-// Round to nearest even; NaN stays NaN.
+// Round to nearest even; NaN stays NaN. (The instruction takes what is below the smallest normal
+// number for 0.)
 inline HalfWords to_bfloat_bits(Vector<float> vector) {
+#if defined(__AVX512BF16__)
+  return (HalfWords)_mm512_cvtneps_pbh(vector);
+#else
   const Words bits = (Words)vector;
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return __builtin_convertvector(vector == vector ? rounded : (bits >> 16) | 0x40, HalfWords);
+#endif
 }
 
 inline void store_elements(bfloat16* to, Vector<float> vector) {

@@ -16,21 +16,25 @@ namespace {
 template <class Operand>
 struct Arithmetic {
   using Word = Operand;
+  using Sum = MultiplyAddSum<Operand>;
   static constexpr int kPerWord = 1;  // depths
 
-  static Vector<Operand> step(Vector<Operand> sum, Vector<Word> b, Word a) {
-    return multiply_add(b, broadcast(a), sum);
-  }
+  static void step(Sum& sum, Vector<Word> b, Word a) { sum.add(b, broadcast(a)); }
 };
 
 #if defined(__AVX512BF16__)
 template <>
 struct Arithmetic<bfloat16> {
   using Word = uint32_t;
+  struct Sum {
+    Vector<float> sum{};
+    Vector<float> rounded() const { return sum; }
+  };
   static constexpr int kPerWord = 2;
 
-  static Vector<float> step(Vector<float> sum, Words b, Word a) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32(static_cast<int>(a)));
+  static void step(Sum& s, Words b, Word a) {
+    const auto both = (__m512bh)_mm512_set1_epi32(static_cast<int>(a));
+    s.sum = _mm512_dpbf16_ps(s.sum, (__m512bh)b, both);
   }
 };
 #endif
@@ -59,7 +63,7 @@ struct VectorProduct {
     const Operand* a = p.a + row * p.a_stride;
     const Operand* b = p.b + column * kPerWord;
     Real* c = p.c + row * p.c_stride + column;
-    Vector<Real> sum[Rows][Vectors] = {};
+    typename Arithmetic<Operand>::Sum sum[Rows][Vectors] = {};
     const int64_t steps = (p.depth + kPerWord - 1) / kPerWord;
     for (int64_t k = 0; k < steps; ++k) {
       Vector<Word> row_of_b[Vectors];
@@ -67,7 +71,7 @@ struct VectorProduct {
       for (int r = 0; r < Rows; ++r) {
         const Word word = word_at(a + r * p.a_stride);
         for (int v = 0; v < Vectors; ++v) {
-          sum[r][v] = Arithmetic<Operand>::step(sum[r][v], row_of_b[v], word);
+          Arithmetic<Operand>::step(sum[r][v], row_of_b[v], word);
         }
       }
       a += kPerWord;
@@ -76,7 +80,8 @@ struct VectorProduct {
     for (int r = 0; r < Rows; ++r) {
       for (int v = 0; v < Vectors; ++v) {
         Real* to = c + r * p.c_stride + v * kLanes;
-        store(to, p.store == Store::accumulate ? load(to) + sum[r][v] : sum[r][v]);
+        const Vector<Real> total = sum[r][v].rounded();
+        store(to, p.store == Store::accumulate ? load(to) + total : total);
       }
     }
   }

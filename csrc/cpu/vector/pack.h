@@ -215,15 +215,15 @@ void row_dots(const StridedMatrix<const Element>& a, const StridedMatrix<const E
   const ElementWords<Real, Element> a_words{a}, b_words{b};
   const WholeWords a_whole(a_words), b_whole(b_words);
   for (int64_t r = 0; r < a.rows; r += kCount) {
-    Vector<Real> sum{};
+    MultiplyAddSum<Real> sum;
     for (int64_t c = 0; c < a.columns; c += kCount) {
       Vector<Real> a_block[kCount], b_block[kCount];
       load_transposed(a_words, a_whole, r, c, a_block);
       load_transposed(b_words, b_whole, r, c, b_block);
 #pragma GCC unroll 16
-      for (int i = 0; i < kCount; ++i) sum = multiply_add(a_block[i], b_block[i], sum);
+      for (int i = 0; i < kCount; ++i) sum.add(a_block[i], b_block[i]);
     }
-    store_some<Real>(sums + r, 1, a.rows - r, sum);
+    store_some<Real>(sums + r, 1, a.rows - r, sum.rounded());
   }
 }
 

@@ -26,8 +26,8 @@ class ScoreRow {
   Range columns() const { return columns_; }
 
   struct Finished {
-    Real max;    // the largest score; NaN is passed over
-    Real scale;  // what the row must still be multiplied by
+    Vector<Real> max;  // the largest score of each lane; NaN is passed over
+    Real scale;        // what the row must still be multiplied by
   };
 
   // Makes scores of the dot products of columns(); hidden ones among them become -inf. `slopes`
@@ -65,7 +65,7 @@ class ScoreRow {
   }
 
   // Four at a time, since each maximum waits for its last comparison.
-  Real largest() const {
+  Vector<Real> largest() const {
     Vector<Real> max[4];
     for (auto& m : max) m = broadcast(kNegativeInfinity<Real>);
     int64_t c = columns_.begin;
@@ -73,7 +73,7 @@ class ScoreRow {
       for (int i = 0; i < 4; ++i) max[i] = larger(load(row_ + c + i * kCount), max[i]);
     }
     for (; c < columns_.end; c += kCount) max[0] = larger(load(row_ + c), max[0]);
-    return largest_lane<Real>(larger(larger(max[0], max[1]), larger(max[2], max[3])));
+    return larger(larger(max[0], max[1]), larger(max[2], max[3]));
   }
 
   void apply_softcap() const {

@@ -44,7 +44,8 @@ struct WeightsOfRow {
   Vector<Real> sum{};        // before dropout
 
   Vector<Real> next(int64_t column) {
-    const Vector<Real> p = exponential(load(scores + column) * scale - subtract);
+    const Vector<Real> p = exponential_below_infinity(
+        multiply_add(load(scores + column), broadcast(scale), broadcast(-subtract)));
     sum += p;
     return keep_factors ? p * load(keep_factors + column) : p;
   }
@@ -92,13 +93,13 @@ struct SoftmaxLanes {
   static constexpr int kCount = kLanes<Real>;
   Real max[kCount], sum[kCount], factor[kCount];
 
-  SoftmaxLanes(const OnlineSoftmax<Real>* states, int64_t rows, const Real* candidates) {
+  SoftmaxLanes(const OnlineSoftmax<Real>* states, int64_t rows, Vector<Real> candidates) {
     for (int64_t r = 0; r < kCount; ++r) {
       const OnlineSoftmax<Real> state = r < rows ? states[r] : OnlineSoftmax<Real>{};
       max[r] = state.max;
       sum[r] = state.sum;
     }
-    const Vector<Real> old_max = load(max), new_max = larger(load(candidates), old_max);
+    const Vector<Real> old_max = load(max), new_max = larger(candidates, old_max);
     const Vector<Real> factors = exponential(old_max - finite_or_zero(new_max));
     store(factor, new_max == old_max ? broadcast(Real(1)) : factors);
     store(max, new_max);
@@ -124,9 +125,10 @@ Real softmax_step(const SoftmaxStep<Real, Operand>& s) {
   Vector<Real> tile_max = broadcast(kNegativeInfinity<Real>);
   for (int64_t first = 0; first < s.rows.size(); first += kCount) {
     const int64_t rows = std::min<int64_t>(kCount, s.rows.size() - first);
-    Real maxima[kCount], scales[kCount];
+    Vector<Real> maxima[kCount], sums[kCount] = {};
+    Real scales[kCount];
     Range seen[kCount];
-    store(maxima, broadcast(kNegativeInfinity<Real>));
+    for (int64_t r = rows; r < kCount; ++r) maxima[r] = broadcast(kNegativeInfinity<Real>);
     for (int64_t r = 0; r < rows; ++r) {
       const ScoreRow<Real> row(*s.terms, s.rows.begin + first + r, s.keys,
                                s.scores + (first + r) * s.stride);
@@ -135,8 +137,9 @@ Real softmax_step(const SoftmaxStep<Real, Operand>& s) {
       scales[r] = finished.scale;
       seen[r] = row.columns();
     }
-    tile_max = larger(load(maxima), tile_max);
-    SoftmaxLanes<Real> lanes(s.states + first, rows, maxima);
+    const Vector<Real> largest = largest_of_rows<Real>(maxima);
+    tile_max = larger(largest, tile_max);
+    SoftmaxLanes<Real> lanes(s.states + first, rows, largest);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = first + r;
       if (lanes.factor[r] != Real(1) && s.out) {
@@ -150,9 +153,10 @@ Real softmax_step(const SoftmaxStep<Real, Operand>& s) {
       weights.store_all(s.weights + row * s.weights_stride,
                         s.weights_low ? s.weights_low + row * s.weights_stride : nullptr, seen[r],
                         columns);
-      lanes.sum[r] += sum_of_lanes<Real>(weights.sum);
-      s.states[row] = lanes.state(r);
+      sums[r] = weights.sum;
     }
+    store(lanes.sum, load(lanes.sum) + sums_of_rows<Real>(sums));
+    for (int64_t r = 0; r < rows; ++r) s.states[first + r] = lanes.state(r);
   }
   return largest_lane<Real>(tile_max);
 }
@@ -169,7 +173,9 @@ void gradient_step(const GradientStep<Real>& s) {
     const Range seen = lse.high == kNegativeInfinity<Real> ? Range{0, 0} : row.columns();
     const Real scale = row.finish(s.slopes ? s.slopes + r * s.stride : nullptr).scale;
     for (int64_t c = seen.begin; c < seen.end; c += kLanes<Real>) {
-      const Vector<Real> p = exponential((load(weights + c) * scale - lse.high) - lse.low);
+      const Vector<Real> score =
+          multiply_add(load(weights + c), broadcast(scale), broadcast(-lse.high));
+      const Vector<Real> p = exponential_below_infinity(score - lse.low);
       if (factors) {
         const Vector<Real> factor = load(factors + c);
         store(grads + c, p * (factor * load(grads + c) - s.deltas[r]));

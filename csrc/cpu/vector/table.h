@@ -6,6 +6,7 @@
 #include "cpu/vector/few_rows.h"
 #include "cpu/vector/multiply.h"
 #include "cpu/vector/pack.h"
+#include "cpu/vector/softmax.h"
 #include "cpu/vector/steps.h"
 
 namespace flashattn::cpu {
@@ -43,6 +44,12 @@ constexpr Microkernels<Element, Operand> vector_microkernels() {
 constexpr MicrokernelSet vector_microkernel_set() {
   return {vector_microkernels<float, float>(), vector_microkernels<float16, float>(),
           vector_microkernels<bfloat16, float>(), vector_microkernels<double, double>()};
+}
+
+constexpr SoftmaxSet vector_softmax_set() {
+  return {softmax_kernels<float16, float16>(),   softmax_kernels<float16, float>(),
+          softmax_kernels<bfloat16, bfloat16>(), softmax_kernels<bfloat16, float>(),
+          softmax_kernels<float, float>(),       softmax_kernels<double, double>()};
 }
 
 }  // namespace

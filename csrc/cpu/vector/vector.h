@@ -53,6 +53,44 @@ inline Vector<Real> broadcast(Real value) {
   return value - Vector<Real>{};  // unlike a sum, the same for every value: -0 - 0 is -0
 }
 
+// A sum of products, each lane its own, as exact as with fused multiply-add.
+template <class Real>
+struct MultiplyAddSum {
+  Vector<Real> sum{};
+
+  void add(Vector<Real> a, Vector<Real> b) { sum = multiply_add(a, b, sum); }
+  Vector<Real> rounded() const { return sum; }
+};
+
+#if !defined(__AVX2__)
+// A product of floats has no rounding in double.
+template <>
+struct MultiplyAddSum<float> {
+  typedef float Half __attribute__((vector_size(Isa::kBytes / 2)));
+  Vector<double> low{}, high{};
+
+  void add(Vector<float> a, Vector<float> b) {
+    low += lower(a) * lower(b);
+    high += upper(a) * upper(b);
+  }
+  Vector<float> rounded() const {
+    const Half halves[2] = {__builtin_convertvector(low, Half),
+                            __builtin_convertvector(high, Half)};
+    Vector<float> result;
+    std::memcpy(&result, halves, sizeof(result));
+    return result;
+  }
+
+ private:
+  static Vector<double> lower(Vector<float> v) {
+    return __builtin_convertvector(__builtin_shufflevector(v, v, 0, 1), Vector<double>);
+  }
+  static Vector<double> upper(Vector<float> v) {
+    return __builtin_convertvector(__builtin_shufflevector(v, v, 2, 3), Vector<double>);
+  }
+};
+#endif
+
 // The lanes' own numbers: 0, 1, 2 ...
 template <class Word>
 inline Vector<Word> lane_numbers() {
@@ -77,6 +115,42 @@ inline Real fold_lanes(Vector<Real> v, const Combine& combine) {
         exchanged<Distance, Real>(v, std::make_integer_sequence<int, kLanes<Real>>());
     return fold_lanes<Real, Distance / 2>(combine(v, other), combine);
   }
+}
+
+// Combines neighbours at distance Half in both vectors and lays the results side by side.
+template <int Half, class Real, class Combine, int... Lane>
+inline Vector<Real> combine_neighbours(Vector<Real> a, Vector<Real> b, const Combine& combine,
+                                       std::integer_sequence<int, Lane...>) {
+  constexpr int kCount = kLanes<Real>;
+  return combine(__builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane - Half : Lane)...),
+                 __builtin_shufflevector(a, b, (Lane & Half ? kCount + Lane : Lane + Half)...));
+}
+
+// Lane i of the result is all lanes of rows[i] combined; rows[0, lanes) are destroyed.
+template <class Real, int Half = 1, class Combine>
+inline Vector<Real> fold_rows(Vector<Real>* rows, const Combine& combine) {
+  constexpr int kCount = kLanes<Real>;
+  if constexpr (Half == kCount) {
+    return rows[0];
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount / Half / 2; ++i) {
+      rows[i] = combine_neighbours<Half, Real>(rows[2 * i], rows[2 * i + 1], combine,
+                                               std::make_integer_sequence<int, kCount>());
+    }
+    return fold_rows<Real, 2 * Half>(rows, combine);
+  }
+}
+
+template <class Real>
+inline Vector<Real> sums_of_rows(Vector<Real>* rows) {
+  return fold_rows<Real>(rows, [](Vector<Real> a, Vector<Real> b) { return a + b; });
+}
+
+// No lane may be NaN.
+template <class Real>
+inline Vector<Real> largest_of_rows(Vector<Real>* rows) {
+  return fold_rows<Real>(rows, [](Vector<Real> a, Vector<Real> b) { return larger(a, b); });
 }
 
 template <class Real>

@@ -1,0 +1,46 @@
+// Softmax by instruction set: rows, and lines across many columns.
+#pragma once
+
+#include <cstdint>
+#include <tuple>
+
+#include "core/dtype.h"
+#include "core/softmax_formula.h"
+
+namespace flashattn::cpu {
+
+inline constexpr int64_t kMostSoftmaxColumns = 256;
+
+// Lines of adjacent elements: rows, or one element each of adjacent columns.
+template <class Element>
+struct Lines {
+  Element* data;
+  int64_t stride;
+  Element* operator[](int64_t line) const { return data + line * stride; }
+};
+
+// Of an input and an output of forward; backward reads what forward wrote.
+template <class Input, class Output>
+struct SoftmaxKernels {
+  void (*forward_rows)(SoftmaxFormula formula, Lines<const Input> input, int64_t rows,
+                       int64_t length, Lines<Output> output);
+  void (*backward_rows)(SoftmaxFormula formula, Lines<const Output> grad_output,
+                        Lines<const Output> output, int64_t rows, int64_t length,
+                        Lines<Input> grad_input);
+  // `length` lines across `width` columns, at most kMostSoftmaxColumns. What a column gets depends
+  // on no other.
+  void (*forward_columns)(SoftmaxFormula formula, Lines<const Input> input, int64_t length,
+                          int64_t width, Lines<Output> output);
+  void (*backward_columns)(SoftmaxFormula formula, Lines<const Output> grad_output,
+                           Lines<const Output> output, int64_t length, int64_t width,
+                           Lines<Input> grad_input);
+};
+
+using SoftmaxSet = std::tuple<SoftmaxKernels<float16, float16>, SoftmaxKernels<float16, float>,
+                              SoftmaxKernels<bfloat16, bfloat16>, SoftmaxKernels<bfloat16, float>,
+                              SoftmaxKernels<float, float>, SoftmaxKernels<double, double>>;
+
+// Those of the instruction set in use.
+const SoftmaxSet& softmax_set();
+
+}  // namespace flashattn::cpu
