@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "core/constants.h"
 #include "core/host_device.h"
@@ -89,11 +88,10 @@ struct MaskRule {
   Alignment alignment = Alignment::top_left;
 
   template <class Index = int64_t>
-  FLASHATTN_HD SequenceMaskOf<Index> for_sequence(std::type_identity_t<Index> len_q,
-                                                  std::type_identity_t<Index> len_k) const {
-    const Index shift = alignment == Alignment::bottom_right ? len_k - len_q : 0;
-    return {len_q, len_k, shift, reach<Index>(window_left),
-            causal ? Index{0} : reach<Index>(window_right)};
+  FLASHATTN_HD SequenceMaskOf<Index> for_sequence(int64_t len_q, int64_t len_k) const {
+    const int64_t shift = alignment == Alignment::bottom_right ? len_k - len_q : 0;
+    return {static_cast<Index>(len_q), static_cast<Index>(len_k), static_cast<Index>(shift),
+            reach<Index>(window_left), causal ? Index{0} : reach<Index>(window_right)};
   }
 
  private:
