@@ -215,7 +215,7 @@ class BackwardKernel {
         s.tile.compute(batch, head, terms, pieces[i], seen);
         if (outputs_.grad_value) s.tile.add_grad_value(s.grad_value_t.data());
         if (outputs_.grad_key) s.tile.add_grad_key(s.grad_key_t.data());
-        if (grad_query) s.tile.add_grad_query(grad_query, query_stride_, Store::accumulate);
+        if (grad_query) s.tile.add_grad_query(grad_query, query_stride_);
         if (outputs_.grad_alibi) {
           const int64_t key_tile = keys.begin / Size::kKeys + t;
           grad_alibi_[(key_tile * p_.sequences.count + batch) * p_.heads_q + head] +=

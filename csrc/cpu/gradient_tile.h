@@ -26,13 +26,16 @@ template <class Element, class Operand>
 class GradientTile {
   using Real = Accumulator<Element>;
   static constexpr int64_t kQueries = GradientTileSize::kQueries;
-  static constexpr bool kPacks =
-      !std::is_same_v<Operand, Real>;  // tiles become operands by packing
+  // Tiles become operands by packing: rounded, and what that loses, since gradients shall be as
+  // exact as their own rounding.
+  static constexpr bool kPacks = !std::is_same_v<Operand, Real>;
+  static constexpr int kParts = kPacks ? 2 : 1;
 
  public:
   static constexpr int64_t kPair = sizeof(Operand) == 2 ? 2 : 1;
   static constexpr int64_t kStride = spread_stride(GradientTileSize::kKeys);
   static constexpr int64_t kLeftStride = padded_depth<Operand>(kStride);
+  static constexpr int64_t kTile = kQueries * kStride, kLeftTile = kQueries * kLeftStride;
   static constexpr int64_t kQueryStride = padded_depth<Operand>(kQueries);
 
   // most_keys: of a block.
@@ -57,9 +60,10 @@ class GradientTile {
         grads_(kQueries * kStride),
         slopes_(p_.softcap > 0 ? kQueries * kStride : 0),
         factors_(p_.dropout ? kQueries * kStride : 0),
-        weights_right_(kPacks ? kQueries * kStride : 0),
-        dots_left_(kPacks ? kQueries * kLeftStride : 0),
-        dots_right_(kPacks ? kQueries * kStride : 0) {}
+        lost_(kPacks ? kTile : 0),
+        weights_right_(kPacks ? kParts * kTile : 0),
+        dots_left_(kPacks ? kParts * kLeftTile : 0),
+        dots_right_(kPacks ? kParts * kTile : 0) {}
 
   void load_keys(int64_t batch, int64_t kv_head, const Sequence& sequence, Range keys) {
     loaded_keys_ = keys;
@@ -117,45 +121,44 @@ class GradientTile {
       for (int64_t i = 0; i < rows.size() * kStride; ++i) slopes_[i] *= grads_[i];
     }
     if constexpr (kPacks) {
-      kernels_.tile_to_right({weights_.data(), kStride, 1, rows.size(), columns},
-                             weights_right_.data(), kStride);
-      kernels_.tile_to_right({dots(), kStride, 1, rows.size(), columns}, dots_right_.data(),
-                             kStride);
-      kernels_.tile_to_left({dots(), kStride, 1, rows.size(), columns}, dots_left_.data(),
-                            kLeftStride);
+      const StridedMatrix<const Real> weights{weights_.data(), kStride, 1, rows.size(), columns};
+      const StridedMatrix<const Real> dots{this->dots(), kStride, 1, rows.size(), columns};
+      const StridedMatrix<const Real> lost{lost_.data(), kStride, 1, rows.size(), columns};
+      kernels_.tile_to_right(weights, weights_right_.data(), kStride);
+      kernels_.tile_rounding(weights, lost_.data());
+      kernels_.tile_to_right(lost, weights_right_.data() + kTile, kStride);
+      kernels_.tile_to_right(dots, dots_right_.data(), kStride);
+      kernels_.tile_to_left(dots, dots_left_.data(), kLeftStride);
+      kernels_.tile_rounding(dots, lost_.data());
+      kernels_.tile_to_right(lost, dots_right_.data() + kTile, kStride);
+      kernels_.tile_to_left(lost, dots_left_.data() + kLeftTile, kLeftStride);
     }
   }
 
   // grad_value_t (head_dim_v, block's keys), grad_key_t (head_dim, block's keys): += this tile's
   // part. Strides: keys_stride().
   void add_grad_value(Real* grad_value_t) const {
-    const Operand* weights;
-    if constexpr (kPacks)
-      weights = weights_right_.data();
-    else
-      weights = weights_.data();
-    add_transposed(grad_out_t_.data(), p_.head_dim_v, weights, grad_value_t);
+    for (int part = 0; part < kParts; ++part) {
+      add_transposed(grad_out_t_.data(), p_.head_dim_v,
+                     part_of(weights_right_, weights_.data(), part * kTile), grad_value_t);
+    }
   }
   void add_grad_key(Real* grad_key_t) const {
-    const Operand* dots;
-    if constexpr (kPacks)
-      dots = dots_right_.data();
-    else
-      dots = this->dots();
-    add_transposed(queries_t_.data(), p_.head_dim, dots, grad_key_t);
+    for (int part = 0; part < kParts; ++part) {
+      add_transposed(queries_t_.data(), p_.head_dim, part_of(dots_right_, dots(), part * kTile),
+                     grad_key_t);
+    }
   }
-  // grad_query (loaded rows, padded head_dim) = or += this tile's part.
-  void add_grad_query(Real* grad_query, int64_t stride, Store store) const {
-    const Operand* dots;
-    if constexpr (kPacks)
-      dots = dots_left_.data();
-    else
-      dots = this->dots();
+  // grad_query (loaded rows, padded head_dim) += this tile's part.
+  void add_grad_query(Real* grad_query, int64_t stride) const {
     const int64_t row = rows_.begin - loaded_rows_.begin;
     const int64_t key = keys_range_.begin - loaded_keys_.begin;
-    kernels_.multiply({rows_.size(), padded_columns(p_.head_dim), keys_range_.size(), dots,
-                       kPacks ? kLeftStride : kStride, keys_.data() + key * key_stride_,
-                       key_stride_, grad_query + row * stride, stride, store});
+    for (int part = 0; part < kParts; ++part) {
+      kernels_.multiply({rows_.size(), padded_columns(p_.head_dim), keys_range_.size(),
+                         part_of(dots_left_, dots(), part * kLeftTile),
+                         kPacks ? kLeftStride : kStride, keys_.data() + key * key_stride_,
+                         key_stride_, grad_query + row * stride, stride, Store::accumulate});
+    }
   }
 
   int64_t keys_stride() const { return keys_stride_; }
@@ -165,6 +168,15 @@ class GradientTile {
   const Real* grad_scores() const { return grads_.data(); }
 
  private:
+  // A part of a packed tile; where tiles are multiplied as they are, the tile.
+  static const Operand* part_of(const Buffer<Operand>& packed, const Real* tile, int64_t offset) {
+    if constexpr (kPacks) {
+      return packed.data() + offset;
+    } else {
+      return tile;
+    }
+  }
+
   const Real* dots() const { return slopes_ ? slopes_.data() : grads_.data(); }
 
   // to (columns of left, keys) += left (.., queries) * tile (queries, keys)
@@ -194,8 +206,9 @@ class GradientTile {
   Buffer<Real> grads_;           // (queries, keys)
   Buffer<Real> slopes_;          // (queries, keys), with softcap only
   Buffer<Real> factors_;         // (queries, keys), with dropout only
-  Buffer<Operand> weights_right_, dots_left_,
-      dots_right_;  // (queries, keys), where tiles are packed
+  // Where tiles are packed:
+  Buffer<Real> lost_;                                       // (queries, keys)
+  Buffer<Operand> weights_right_, dots_left_, dots_right_;  // (kParts, queries, keys)
 };
 
 }  // namespace flashattn::cpu

@@ -112,6 +112,9 @@ struct Microkernels {
   // The same from a tile of Reals.
   void (*tile_to_left)(const StridedMatrix<const Real>& from, Operand* to, int64_t stride);
   void (*tile_to_right)(const StridedMatrix<const Real>& from, Operand* to, int64_t stride);
+  // What an operand loses of a tile by rounding: `to` has the strides of `from`, whose columns are
+  // a multiple of 16.
+  void (*tile_rounding)(const StridedMatrix<const Real>& from, Real* to);
 
   // A packed matrix of Reals, times a factor, to a tensor; what that loses by rounding; and from a
   // transposed matrix.

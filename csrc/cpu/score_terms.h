@@ -41,8 +41,10 @@ struct ScoreTerms {
   }
 
   bool has_softcap() const { return softcap.cap > Real(0); }
-  // Nothing but the scale and the mask rule.
-  bool plain() const { return !has_softcap() && !attn_mask && !has_alibi; }
+  // Nothing but the scale and what hides keys.
+  bool adds_nothing() const {
+    return !has_softcap() && !has_alibi && (!attn_mask || attn_mask_dtype == DType::boolean);
+  }
 
  private:
   static int64_t size_of(DType dtype) {

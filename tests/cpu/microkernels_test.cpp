@@ -154,6 +154,21 @@ TYPED_TEST(Microkernel, StoresMatricesAndWhatRoundingLost) {
   }
 }
 
+TYPED_TEST(Microkernel, TileRoundingIsWhatAnOperandLoses) {
+  using Element = typename TestFixture::Element;
+  using Operand = typename TestFixture::Operand;
+  using Real = typename TestFixture::Real;
+  for (const auto& [name, kernels] : tables<Element, Operand>()) {
+    const auto tile = this->template normal<Real>(5 * 64);
+    std::vector<Real> lost(tile.size(), Real(7));
+    kernels.tile_rounding({tile.data(), 64, 1, 5, 48}, lost.data());
+    for (int64_t i = 0; i < 5 * 64; ++i) {
+      const Real rounded = convert<Real>(convert<Operand>(tile[i]));
+      ASSERT_EQ(lost[i], i % 64 < 48 ? tile[i] - rounded : Real(7)) << name << ' ' << i;
+    }
+  }
+}
+
 TYPED_TEST(Microkernel, DropoutTileIsTheStream) {
   using Element = typename TestFixture::Element;
   using Operand = typename TestFixture::Operand;

@@ -281,6 +281,19 @@ void store_rounding(const Real* from, int64_t stride, Real factor,
   }
 }
 
+// The same of a tile that becomes an operand.
+template <class Real, class Operand>
+void tile_rounding(const StridedMatrix<const Real>& from, Real* to) {
+  for (int64_t r = 0; r < from.rows; ++r) {
+    const Real* row = from.data + r * from.row_stride;
+    for (int64_t c = 0; c < from.columns; c += kLanes<Real>) {
+      Operand rounded[kLanes<Real>];
+      store_elements(rounded, load(row + c));
+      store(to + r * from.row_stride + c, load(row + c) - load_elements(rounded));
+    }
+  }
+}
+
 template <class Real, class Element>
 void store_matrix_transposed(const Real* from, int64_t stride, Real factor,
                              const StridedMatrix<Element>& to) {

@@ -35,7 +35,8 @@ class ScoreRow {
   Finished finish(Real* slopes) const {
     // Only a positive scale to apply: the largest score is the largest dot product, scaled, and
     // whoever reads the row next can scale it on the way.
-    if (terms_.plain() && terms_.scale > Real(0) && !slopes) {
+    if (terms_.adds_nothing() && terms_.scale > Real(0) && !slopes) {
+      if (terms_.attn_mask) hide_unmasked();
       hide();
       return {largest() * terms_.scale, terms_.scale};
     }

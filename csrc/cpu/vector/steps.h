@@ -35,7 +35,8 @@ void score_tile(const ScoreTerms<Real>& terms, Range rows, Range keys, Real* til
   }
 }
 
-// weights = exp(scores * scale - subtract) * keep_factors, one vector at a time; sums the rest.
+// weights = exp(scores * scale - subtract) * keep_factors, one vector at a time; sums the rest. Not
+// by a fused multiply-add: the largest score's weight is exactly 1.
 template <class Real>
 struct WeightsOfRow {
   const Real* scores;
@@ -44,8 +45,7 @@ struct WeightsOfRow {
   Vector<Real> sum{};        // before dropout
 
   Vector<Real> next(int64_t column) {
-    const Vector<Real> p = exponential_below_infinity(
-        multiply_add(load(scores + column), broadcast(scale), broadcast(-subtract)));
+    const Vector<Real> p = exponential_below_infinity(load(scores + column) * scale - subtract);
     sum += p;
     return keep_factors ? p * load(keep_factors + column) : p;
   }
@@ -173,9 +173,8 @@ void gradient_step(const GradientStep<Real>& s) {
     const Range seen = lse.high == kNegativeInfinity<Real> ? Range{0, 0} : row.columns();
     const Real scale = row.finish(s.slopes ? s.slopes + r * s.stride : nullptr).scale;
     for (int64_t c = seen.begin; c < seen.end; c += kLanes<Real>) {
-      const Vector<Real> score =
-          multiply_add(load(weights + c), broadcast(scale), broadcast(-lse.high));
-      const Vector<Real> p = exponential_below_infinity(score - lse.low);
+      const Vector<Real> p =
+          exponential_below_infinity((load(weights + c) * scale - lse.high) - lse.low);
       if (factors) {
         const Vector<Real> factor = load(factors + c);
         store(grads + c, p * (factor * load(grads + c) - s.deltas[r]));

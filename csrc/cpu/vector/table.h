@@ -26,6 +26,7 @@ constexpr Microkernels<Element, Operand> vector_microkernels() {
   table.pack_right_transposed = FromTensor::right_transposed;
   table.tile_to_left = FromTile::left;
   table.tile_to_right = FromTile::right;
+  table.tile_rounding = tile_rounding<Real, Operand>;
   table.store = store_matrix<Real, Element>;
   table.store_rounding = store_rounding<Real, Element>;
   table.store_transposed = store_matrix_transposed<Real, Element>;
