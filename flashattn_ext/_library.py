@@ -48,6 +48,13 @@ def build_info(library: Path = _PACKAGE / "_C.so") -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in stamp().decode().split(" "))
 
 
+def instruction_set(library: Path = _PACKAGE / "_C.so") -> str:
+    """The instruction set of the CPU kernels, as FLASHATTN_EXT_CPU names it."""
+    name = ctypes.CDLL(str(library)).flashattn_ext_instruction_set
+    name.restype = ctypes.c_char_p
+    return name().decode()
+
+
 def check_build(info: dict[str, str]) -> None:
     """Raises ImportError when a library with this :func:`build_info` is not of these files."""
     if info.get("version") != __version__:

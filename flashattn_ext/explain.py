@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashattn_ext._autograd import has_tangent
+from flashattn_ext._library import instruction_set
 from flashattn_ext._registration import devices_with_kernel, error
 from flashattn_ext.sdpa import is_causal_bias, reason_for_torch
 
@@ -82,4 +83,7 @@ def _choice(name: str, device_type: str) -> tuple[str, str]:
         kernel = f"{device_type}: three materialised steps"
         return kernel, "naive_attention was asked for; flash_attention needs linear memory only"
     kernel = f"{device_type}: tiled, linear memory"
-    return kernel, f"it is the one kernel for {device_type}, and takes every option"
+    reason = f"it is the one kernel for {device_type}, and takes every option"
+    if device_type == "cpu":
+        reason += f"; its instruction set is {instruction_set()}"
+    return kernel, reason

@@ -42,6 +42,11 @@ def test_takes_the_arguments_of_the_call():
     assert found.kernel.startswith("cpu")
 
 
+def test_names_the_instruction_set_of_the_cpu():
+    sets = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+    assert explain(*inputs()).reason.rsplit(" ", 1)[1] in sets
+
+
 def test_runs_nothing_and_draws_nothing():
     torch.manual_seed(3)
     expected = torch.rand(())

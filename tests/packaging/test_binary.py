@@ -38,7 +38,7 @@ def test_nothing_of_python_or_cuda_is_imported():
 
 def test_only_the_stamp_is_exported():
     exported = set(symbols("--defined-only")) - {"__bss_start", "_edata", "_end"}
-    assert exported == {"flashattn_ext_build_stamp"}
+    assert exported == {"flashattn_ext_build_stamp", "flashattn_ext_instruction_set"}
 
 
 def test_needs_no_library_but_torch_and_the_system():
