@@ -47,27 +47,38 @@ ATTENTION = (
 )
 
 
-def naive_attention(dtype):
+def problem(dtype, heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v):
+    """Query, key and value, and one of every option."""
     real = torch.float64 if dtype == torch.float64 else torch.float32
-    for heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v in ATTENTION:
-        query = torch.randn(2, heads_q, len_q, head_dim, device="cuda", dtype=dtype)
-        key = torch.randn(2, len_k, heads_kv, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
-        value = torch.randn(2, heads_kv, len_k, head_dim_v, device="cuda", dtype=dtype)
-        every = {
-            "attn_mask": torch.randn(heads_q, 1, len_k, device="cuda", dtype=dtype),
-            "key_lengths": torch.tensor([len_k, len_k // 2], device="cuda"),
-            "window": (len_k // 2, 3),
-            "alignment": "bottom_right",
-            "dropout_p": 0.3,
-            "softcap": 3.0,
-            "alibi_slopes": torch.rand(heads_q, device="cuda", dtype=real),
-            "sinks": torch.randn(heads_q, device="cuda", dtype=dtype),
-        }
+    query = torch.randn(2, heads_q, len_q, head_dim, device="cuda", dtype=dtype)
+    key = torch.randn(2, len_k, heads_kv, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+    value = torch.randn(2, heads_kv, len_k, head_dim_v, device="cuda", dtype=dtype)
+    every = {
+        "attn_mask": torch.randn(heads_q, 1, len_k, device="cuda", dtype=dtype),
+        "key_lengths": torch.tensor([len_k, len_k // 2], device="cuda"),
+        "window": (len_k // 2, 3),
+        "alignment": "bottom_right",
+        "dropout_p": 0.3,
+        "softcap": 3.0,
+        "alibi_slopes": torch.rand(heads_q, device="cuda", dtype=real),
+        "sinks": torch.randn(heads_q, device="cuda", dtype=dtype),
+    }
+    return query, key, value, every
+
+
+def differentiated(*values):
+    """The floating tensors among the values, each now a leaf."""
+    leaves = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return leaves
+
+
+def naive_attention(dtype):
+    for sizes in ATTENTION:
+        query, key, value, every = problem(dtype, *sizes)
         for options in ({}, every):
-            tensors = [query, key, value, *options.values()]
-            leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()]
-            for leaf in leaves:
-                leaf.requires_grad_()
+            leaves = differentiated(query, key, value, *options.values())
             results = flashattn_ext.naive_attention(
                 query, key, value, return_lse=True, return_max_logits=True, return_weights=True,
                 **options,
@@ -95,31 +106,16 @@ FLASH = (
 
 
 def flash_attention(dtype):
-    real = torch.float64 if dtype == torch.float64 else torch.float32
-    for heads_q, heads_kv, len_q, len_k, head_dim, head_dim_v in FLASH:
-        query = torch.randn(2, heads_q, len_q, head_dim, device="cuda", dtype=dtype)
-        key = torch.randn(2, len_k, heads_kv, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
-        value = torch.randn(2, heads_kv, len_k, head_dim_v, device="cuda", dtype=dtype)
-        every = {
-            "attn_mask": torch.randn(heads_q, 1, len_k, device="cuda", dtype=dtype),
-            "key_lengths": torch.tensor([len_k, len_k // 2], device="cuda"),
-            "window": (len_k // 2, 3),
-            "alignment": "bottom_right",
-            "dropout_p": 0.3,
-            "softcap": 3.0,
-            "alibi_slopes": torch.rand(heads_q, device="cuda", dtype=real),
-            "sinks": torch.randn(heads_q, device="cuda", dtype=dtype),
-        }
-        for options in ({}, {"causal": True, "deterministic": True}, every):
-            tensors = [query, key, value, *options.values()]
-            leaves = [t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()]
-            for leaf in leaves:
-                leaf.requires_grad_()
+    for sizes in FLASH:
+        len_q, len_k = sizes[2:4]
+        query, key, value, every = problem(dtype, *sizes)
+        causal = {"causal": True, "alignment": "top_left", "deterministic": True}
+        for options in ({}, causal, every):
+            leaves = differentiated(query, key, value, *options.values())
             out = flashattn_ext.flash_attention(query, key, value, **options)
             torch.autograd.grad(out.sum(), leaves)
         rows = [tensor.detach().transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-        for leaf in rows:
-            leaf.requires_grad_()
+        differentiated(*rows)
         ends = [
             torch.tensor([0, length, 2 * length], device="cuda", dtype=torch.int32)
             for length in (len_q, len_k)
