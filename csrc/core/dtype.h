@@ -134,6 +134,18 @@ inline constexpr DType kDType<double> = DType::float64;
 template <>
 inline constexpr DType kDType<bool> = DType::boolean;
 
+// Bytes of an element.
+FLASHATTN_HD int size_of(DType dtype) {
+  switch (dtype) {
+    case DType::boolean: return 1;
+    case DType::float16:
+    case DType::bfloat16: return 2;
+    case DType::float32: return 4;
+    case DType::float64: return 8;
+  }
+  return 0;
+}
+
 // Calls function with a value of the type that an input of attention consists of.
 template <class Function>
 auto with_element(DType dtype, const Function& function) {

@@ -45,18 +45,6 @@ struct ScoreTerms {
   bool adds_nothing() const {
     return !has_softcap() && !has_alibi && (!attn_mask || attn_mask_dtype == DType::boolean);
   }
-
- private:
-  static int64_t size_of(DType dtype) {
-    switch (dtype) {
-      case DType::boolean: return 1;
-      case DType::float16:
-      case DType::bfloat16: return 2;
-      case DType::float32: return 4;
-      case DType::float64: return 8;
-    }
-    return 0;
-  }
 };
 
 }  // namespace flashattn::cpu

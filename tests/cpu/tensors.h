@@ -25,17 +25,6 @@ struct Layout {
   std::array<bool, 4> expanded{};        // stride 0: all indices of the dimension are one element
 };
 
-inline int64_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::boolean: return 1;
-    case DType::float16:
-    case DType::bfloat16: return 2;
-    case DType::float32: return 4;
-    case DType::float64: return 8;
-  }
-  return 0;
-}
-
 inline DType accumulator_of(DType dtype) {
   return dtype == DType::float64 ? DType::float64 : DType::float32;
 }

@@ -10,11 +10,6 @@
 namespace flashattn::cuda {
 namespace {
 
-int size_of(DType dtype) {
-  if (dtype == DType::boolean) return 1;
-  return with_element(dtype, [](auto element) { return static_cast<int>(sizeof(element)); });
-}
-
 bool is_chunked(const UntypedView4& view, DType dtype) {
   const int size = size_of(dtype);
   return cuda::is_chunked(view, size, 16 / size);

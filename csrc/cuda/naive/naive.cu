@@ -211,18 +211,6 @@ class NaiveCall {
   const int64_t pair_count_;
 };
 
-// Calls function with a value of the dtype's element type.
-template <class Function>
-void with_element(DType dtype, const Function& function) {
-  switch (dtype) {
-    case DType::float16: return function(float16{});
-    case DType::bfloat16: return function(bfloat16{});
-    case DType::float32: return function(float{});
-    case DType::float64: return function(double{});
-    case DType::boolean: return;  // never an input of attention
-  }
-}
-
 bool has_rows(const AttentionProblem& p) {
   return p.sequences.count > 0 && p.heads_q > 0 && p.sequences.storage_q > 0;
 }
@@ -234,7 +222,7 @@ void naive_forward(const AttentionProblem& problem, const NaiveOutputs& outputs,
                    const Workspace& workspace) {
   if (!naive::has_rows(problem)) return;
   const OpScope scope("naive_attention_forward", device);
-  naive::with_element(problem.dtype, [&]<class Element>(Element) {
+  with_element(problem.dtype, [&]<class Element>(Element) {
     naive::NaiveCall<Element>(scope, problem, workspace).forward(outputs);
   });
 }
@@ -244,7 +232,7 @@ void naive_backward(const AttentionProblem& problem, const NaiveBackwardInputs& 
                     const Workspace& workspace) {
   if (!naive::has_rows(problem)) return;
   const OpScope scope("naive_attention_backward", device);
-  naive::with_element(problem.dtype, [&]<class Element>(Element) {
+  with_element(problem.dtype, [&]<class Element>(Element) {
     naive::NaiveCall<Element>(scope, problem, workspace).backward(inputs, outputs, terms);
   });
 }
