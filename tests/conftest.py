@@ -74,7 +74,8 @@ def device(request):
 
 def poison_memory(device="cpu"):
     """Fills memory that the next allocations reuse with NaN, so that an unwritten output shows."""
-    sizes = [2**n for n in range(4, 19)] + [3 * 2**n for n in range(4, 17)]
+    largest = 19 if device == "cpu" else 25
+    sizes = [2**n for n in range(4, largest)] + [3 * 2**n for n in range(4, largest - 2)]
     tensors = [torch.full((size,), float("nan"), device=device) for size in sizes for _ in range(2)]
     del tensors
 

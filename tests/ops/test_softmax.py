@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Around what a lane, a warp, a block, a cluster and their chunks hold.
 SHORT = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 MIDDLE = (511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 16384, 16391)
-LONG = (50257, 65536, 65537, 131072, 262144, 262147)
+LONG = (8192, 8200, 32768, 32772, 50257, 65535, 65536, 65537, 131072, 131080, 262144, 262147)
 HUGE = (1_000_003, 2_097_152, 8_388_608)
 
 
@@ -116,7 +116,8 @@ def test_row_counts(name, rows, length, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize(
-    ("rows", "length"), ((400, 8192), (300, 16384), (200, 20_001), (150, 65536), (20, 262_144))
+    ("rows", "length"),
+    ((400, 8192), (300, 16384), (200, 20_001), (150, 65536), (60, 50_257), (20, 262_144)),
 )
 def test_many_large_rows(name, rows, length, dtype, device):
     """Enough rows to fill a GPU, so that none is spread over idle parts of it."""
@@ -171,13 +172,16 @@ def test_views(name, view, dim, dtype, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_rows_that_begin_anywhere(name, dtype, device):
-    storage = normal(4 * 3001 + 16, dtype, device)
-    gradients = normal(4 * 3001 + 16, dtype, device, seed=1)
-    for offset in range(9):
-        for length in (37, 3001):
-            size, stride = (4, length), (3001, 1)
-            view = storage.as_strided(size, stride, offset)
-            check(name, view, 1, gradients.as_strided(size, stride, (offset * 5) % 8))
+    """Rows apart and rows in line, at every distance from a multiple of 16 bytes."""
+    layouts = [(37, 3001), (3001, 3001), (3001, 3008)]
+    if device == "cuda":  # held by a block and by a cluster
+        layouts += [(9001, 9001), (9001, 9009), (40_003, 40_003)]
+    for length, stride in layouts:
+        storage = normal(4 * stride + 16, dtype, device)
+        gradients = normal(4 * stride + 16, dtype, device, seed=1)
+        for offset in range(9):
+            view = storage.as_strided((4, length), (stride, 1), offset)
+            check(name, view, 1, gradients.as_strided((4, length), (stride, 1), (offset * 5) % 8))
 
 
 def test_many_outer_dimensions(name, device):
