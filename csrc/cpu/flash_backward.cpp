@@ -1,19 +1,20 @@
 // Flash attention backward on the CPU: probabilities are recomputed tile by tile.
 //
-// Three passes, each with a fixed order of additions, so that gradients are bitwise reproducible:
+// Two passes, each with a fixed order of additions, so that gradients are bitwise reproducible:
 //   1. row terms   delta = sum(grad_out * out) - grad_lse, and the sinks' gradient
 //   2. key blocks  a task owns grad_key and grad_value of a block of keys and takes all queries
 //                  that see it through it. grad_query gets its parts in the order of the keys
-//                  (Turns): task after task adds to the same sum, and the last one stores it
-//   3. grad_mask   only where the mask was broadcast: each task owns a tile of the mask's own
-//                  shape and visits every pair that it was broadcast to
+//                  (Turns): task after task adds to the same sum, and the last one stores it.
+//                  grad_mask gets its parts in the order of the tasks (MaskGradient)
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 
 #include "core/tile_schedule.h"
 #include "cpu/attention.h"
 #include "cpu/gradient_tile.h"
+#include "cpu/mask_gradient.h"
 #include "cpu/parallel.h"
 #include "cpu/turns.h"
 
@@ -25,6 +26,7 @@ class BackwardKernel {
   using Real = Accumulator<Element>;
   using Tile = GradientTile<Element, Operand>;
   using Size = GradientTileSize;
+  using MaskTask = typename MaskGradient<Real>::Task;
   static constexpr int64_t kRowBlock = 64;  // rows of a task of the first pass
 
  public:
@@ -40,11 +42,10 @@ class BackwardKernel {
 
   void run() {
     row_terms();
-    if (outputs_.grad_query || outputs_.grad_key || outputs_.grad_value || outputs_.grad_alibi ||
-        stores_mask_gradient()) {
+    if (outputs_.grad_query || outputs_.grad_key || outputs_.grad_value || outputs_.grad_mask ||
+        outputs_.grad_alibi) {
       key_blocks();
     }
-    if (outputs_.grad_mask && !stores_mask_gradient()) mask_gradient();
   }
 
  private:
@@ -109,11 +110,13 @@ class BackwardKernel {
     Tile tile;
     Buffer<Real> grad_key_t;    // (padded head_dim, block's keys)
     Buffer<Real> grad_value_t;  // (padded head_dim_v, block's keys)
+    Buffer<Real> grad_mask;     // see MaskGradient
 
     explicit Scratch(const BackwardKernel& k)
         : tile(k.p_, k.inputs_, k.block_),
           grad_key_t(padded_columns(k.p_.head_dim) * tile.keys_stride()),
-          grad_value_t(padded_columns(k.p_.head_dim_v) * tile.keys_stride()) {}
+          grad_value_t(padded_columns(k.p_.head_dim_v) * tile.keys_stride()),
+          grad_mask(k.mask_gradient_ ? k.mask_gradient_->local_size() : 0) {}
   };
 
   // Results depend on neither the block's size nor the number of threads: every sum is made tile by
@@ -123,7 +126,9 @@ class BackwardKernel {
     const int64_t heads = p_.sequences.count * p_.heads_kv;
     const int64_t longest = std::max<int64_t>(p_.sequences.max_len_k, 1);
     block_ = Size::kMostKeys;
-    while (block_ > Size::kKeys &&
+    // But for a mask's gradient that is summed over keys, block by block.
+    const bool any_block = !outputs_.grad_mask || outputs_.grad_mask.size[3] > 1;
+    while (any_block && block_ > Size::kKeys &&
            heads * divide_up(longest, block_) < kTasksPerThread * max_threads()) {
       block_ /= 2;
     }
@@ -137,9 +142,15 @@ class BackwardKernel {
       grad_alibi_ =
           Buffer<Real>(key_tiles * p_.sequences.count * p_.heads_q, Buffer<Real>::Fill::zero);
     }
-    Turns turns(outputs_.grad_query ? p_.sequences.count * p_.heads_q * query_tiles_ : 0);
     // Blocks vary slowest: tasks that add to the same grad_query shall be far apart.
     const TaskGrid grid{divide_up(longest, block_), p_.sequences.count, p_.heads_kv};
+    const int64_t query_turns =
+        outputs_.grad_query ? p_.sequences.count * p_.heads_q * query_tiles_ : 0;
+    Turns turns(query_turns +
+                MaskGradient<Real>::turns_of(outputs_.grad_mask, query_tiles_, grid.batch));
+    if (outputs_.grad_mask) {
+      mask_gradient_.emplace(p_, outputs_.grad_mask, query_tiles_, block_, turns, query_turns);
+    }
     parallel_for_each(
         grid.count(), [&] { return turns.guard([&] { return std::make_unique<Scratch>(*this); }); },
         [&](int64_t index, std::unique_ptr<Scratch>& scratch) {
@@ -153,25 +164,32 @@ class BackwardKernel {
     const Sequence sequence = p_.sequences[batch];
     const SequenceMask mask = p_.mask_rule.for_sequence(sequence.len_q, sequence.len_k);
     const Range keys{block * block_, std::min((block + 1) * block_, sequence.len_k)};
-    const Range rows = keys.empty() ? Range{0, 0} : mask.queries_for(keys);
-    if (rows.empty()) return;
-    s.tile.load_keys(batch, kv_head, sequence, keys);
-    std::fill_n(s.grad_key_t.data(), padded_columns(p_.head_dim) * s.tile.keys_stride(), Real(0));
-    std::fill_n(s.grad_value_t.data(), padded_columns(p_.head_dim_v) * s.tile.keys_stride(),
-                Real(0));
-    const int64_t first = kv_head * p_.group_size();
-    for (int64_t head = first; head < first + p_.group_size(); ++head) {
-      const ScoreTerms<Real> terms(p_, batch, head, mask);
-      const Tiles row_tiles = aligned_tiles({rows.begin, sequence.len_q}, Size::kQueries);
-      for (int64_t q = 0; q < row_tiles.count(); ++q) {
-        const Range seen = mask.keys_for(row_tiles[q]);
-        if (seen.overlap(keys).empty()) continue;
-        const int64_t tile =
-            (batch * p_.heads_q + head) * query_tiles_ + row_tiles[q].begin / Size::kQueries;
-        const BlockOrder order{seen.begin / block_, block, (seen.end - 1) / block_};
-        add_queries(batch, head, sequence, terms, row_tiles[q], keys, order, tile, turns, s);
-      }
+    const bool seen = !keys.empty() && !mask.queries_for(keys).empty();
+    if (seen) {
+      s.tile.load_keys(batch, kv_head, sequence, keys);
+      std::fill_n(s.grad_key_t.data(), padded_columns(p_.head_dim) * s.tile.keys_stride(), Real(0));
+      std::fill_n(s.grad_value_t.data(), padded_columns(p_.head_dim_v) * s.tile.keys_stride(),
+                  Real(0));
     }
+    const MaskTask mask_task{batch, kv_head, block, keys, s.grad_mask.data()};
+    if (mask_gradient_) mask_gradient_->begin(mask_task);
+    const Tiles row_tiles{{0, sequence.len_q}, Size::kQueries};
+    for (int64_t q = 0; q < row_tiles.count(); ++q) {
+      if (mask_gradient_) mask_gradient_->begin_queries(mask_task, q);
+      const Range rows = row_tiles[q], seen_keys = mask.keys_for(rows);
+      if (seen && !seen_keys.overlap(keys).empty()) {
+        const BlockOrder order{seen_keys.begin / block_, block, (seen_keys.end - 1) / block_};
+        for (int64_t slot = 0; slot < p_.group_size(); ++slot) {
+          const int64_t head = kv_head * p_.group_size() + slot;
+          const ScoreTerms<Real> terms(p_, batch, head, mask);
+          const int64_t sum = (batch * p_.heads_q + head) * query_tiles_ + q;
+          add_queries(batch, head, sequence, terms, rows, keys, order, sum, turns, mask_task, s);
+        }
+      }
+      if (mask_gradient_) mask_gradient_->end_queries(mask_task, q);
+    }
+    if (mask_gradient_) mask_gradient_->end(mask_task);
+    if (!seen) return;
     const Real scale = static_cast<Real>(p_.scale);
     const Range stored = keys.moved(sequence.k_begin);
     if (outputs_.grad_key) {
@@ -194,7 +212,7 @@ class BackwardKernel {
   // One tile of queries against a block of keys.
   void add_queries(int64_t batch, int64_t head, const Sequence& sequence,
                    const ScoreTerms<Real>& terms, Range rows, Range keys, BlockOrder order,
-                   int64_t sum, Turns& turns, Scratch& s) {
+                   int64_t sum, Turns& turns, const MaskTask& mask_task, Scratch& s) {
     const int64_t row = sequence.q_begin + rows.begin;  // in the storage
     Real* grad_query = grad_query_ ? grad_query_of(batch, head, row) : nullptr;
     s.tile.load_queries(batch, head, sequence, rows, delta_of(batch, head, row));
@@ -221,7 +239,10 @@ class BackwardKernel {
           grad_alibi_[(key_tile * p_.sequences.count + batch) * p_.heads_q + head] +=
               alibi_gradient(s.tile, terms.mask.shift);
         }
-        if (stores_mask_gradient()) store_mask_gradient(batch, head, s.tile);
+        if (mask_gradient_) {
+          mask_gradient_->add(mask_task, head, s.tile.rows(), s.tile.keys(), s.tile.grad_scores(),
+                              Tile::kStride);
+        }
       }
     }
     if (!grad_query) return;
@@ -262,106 +283,6 @@ class BackwardKernel {
     }
   }
 
-  // A mask that was broadcast over nothing has a gradient for each pair: the second pass stores it.
-  bool stores_mask_gradient() const {
-    if (!outputs_.grad_mask) return false;
-    const int64_t* size = outputs_.grad_mask.size;
-    return size[0] == p_.sequences.count && size[1] == p_.heads_q &&
-           size[2] == p_.sequences.storage_q && size[3] == p_.sequences.storage_k;
-  }
-
-  void store_mask_gradient(int64_t batch, int64_t head, const Tile& tile) {
-    const auto grad_mask = outputs_.grad_mask.as<Real>();
-    for (int64_t i = tile.rows().begin; i < tile.rows().end; ++i) {
-      const Real* grads = tile.grad_scores() + (i - tile.rows().begin) * Tile::kStride;
-      Real* to = grad_mask.at(batch, head, i, tile.keys().begin);
-      for (int64_t c = 0; c < tile.keys().size(); ++c) to[c * grad_mask.stride[3]] = grads[c];
-    }
-  }
-
-  // --- 3. grad_mask ---
-
-  struct MaskScratch {
-    Tile tile;
-    Buffer<Real> sum;  // (queries | 1, keys | 1)
-
-    explicit MaskScratch(const BackwardKernel& kernel)
-        : tile(kernel.p_, kernel.inputs_, Size::kKeys), sum(Size::kQueries * Size::kKeys) {}
-  };
-
-  // Where dimension d of the mask was broadcast, a task covers all of it; else one index or tile.
-  Range covered(int dimension, int64_t index, int64_t length, int64_t tile) const {
-    const int64_t size = outputs_.grad_mask.size[dimension];
-    if (size == 1) return {0, length};
-    return {index * tile, std::min((index + 1) * tile, length)};
-  }
-
-  void mask_gradient() {
-    const int64_t* size = outputs_.grad_mask.size;
-    const int64_t row_tiles = divide_up(size[2], Size::kQueries);
-    const int64_t key_tiles = divide_up(size[3], Size::kKeys);
-    const TaskGrid grid{size[0], size[1], row_tiles * key_tiles};
-    parallel_for_each(
-        grid.count(), [&] { return MaskScratch(*this); },
-        [&](int64_t index, MaskScratch& s) {
-          const Task task = grid[index];
-          const Range rows =
-              covered(2, task.part / key_tiles, p_.sequences.storage_q, Size::kQueries);
-          const Range keys = covered(3, task.part % key_tiles, p_.sequences.storage_k, Size::kKeys);
-          run_mask_tile(task, rows, keys, s);
-        });
-  }
-
-  void run_mask_tile(Task task, Range rows, Range keys, MaskScratch& s) {
-    const auto grad_mask = outputs_.grad_mask.as<Real>();
-    const int64_t sum_rows = grad_mask.size[2] == 1 ? 1 : rows.size();
-    const int64_t sum_keys = grad_mask.size[3] == 1 ? 1 : keys.size();
-    std::fill_n(s.sum.data(), sum_rows * sum_keys, Real(0));
-    const Range batches = covered(0, task.batch, p_.sequences.count, 1);
-    const Range heads = covered(1, task.head, p_.heads_q, 1);
-    for (int64_t batch = batches.begin; batch < batches.end; ++batch) {
-      const Sequence sequence = p_.sequences[batch];
-      const Range seen_keys{keys.begin, std::min(keys.end, sequence.len_k)};
-      for (int64_t head = heads.begin; head < heads.end; ++head) {
-        add_mask_tiles(batch, head, sequence, rows, seen_keys, sum_rows, sum_keys, s);
-      }
-    }
-    for (int64_t r = 0; r < sum_rows; ++r) {
-      for (int64_t c = 0; c < sum_keys; ++c) {
-        *grad_mask.at(task.batch, task.head, grad_mask.size[2] == 1 ? 0 : rows.begin + r,
-                      grad_mask.size[3] == 1 ? 0 : keys.begin + c) = s.sum[r * sum_keys + c];
-      }
-    }
-  }
-
-  void add_mask_tiles(int64_t batch, int64_t head, const Sequence& sequence, Range rows, Range keys,
-                      int64_t sum_rows, int64_t sum_keys, MaskScratch& s) {
-    const SequenceMask mask = p_.mask_rule.for_sequence(sequence.len_q, sequence.len_k);
-    const Tiles key_tiles = aligned_tiles(keys, Size::kKeys);
-    for (int64_t k = 0; k < key_tiles.count(); ++k) {
-      const Range key_tile = key_tiles[k];
-      const Range seen = mask.queries_for(key_tile);
-      const Range seen_rows{std::max(rows.begin, seen.begin), std::min(rows.end, seen.end)};
-      if (seen_rows.empty()) continue;
-      s.tile.load_keys(batch, p_.kv_head(head), sequence, key_tile);
-      const ScoreTerms<Real> terms(p_, batch, head, mask);
-      const Tiles row_tiles = aligned_tiles(seen_rows, Size::kQueries);
-      for (int64_t q = 0; q < row_tiles.count(); ++q) {
-        const Range row_tile = row_tiles[q];
-        s.tile.load_queries(batch, head, sequence, row_tile, delta_of(batch, head, row_tile.begin));
-        s.tile.compute(batch, head, terms, row_tile, key_tile);
-        for (int64_t r = 0; r < row_tile.size(); ++r) {
-          const Real* grads = s.tile.grad_scores() + r * Tile::kStride;
-          Real* sum =
-              s.sum.data() + (sum_rows == 1 ? 0 : row_tile.begin - rows.begin + r) * sum_keys;
-          for (int64_t c = 0; c < key_tile.size(); ++c) {
-            sum[sum_keys == 1 ? 0 : key_tile.begin - keys.begin + c] += grads[c];
-          }
-        }
-      }
-    }
-  }
-
   // --- shared ---
 
   // Row of the (batch, heads_q, storage_q) arrays; packed sequences share one batch entry.
@@ -386,6 +307,7 @@ class BackwardKernel {
   Buffer<Real> deltas_;      // (storage batch, heads_q, storage_q)
   Buffer<Real> grad_query_;  // (storage batch, heads_q, storage_q, padded head_dim), unscaled
   Buffer<Real> grad_alibi_;  // (key tiles, batch, heads_q)
+  std::optional<MaskGradient<Real>> mask_gradient_;
 };
 
 }  // namespace

@@ -39,6 +39,11 @@ def problems_of(op, **options):
         yield Problem(batch=2, len_q=129, len_k=200, **everything)
         yield Problem(batch=1, heads_kv=1, len_q=190, len_k=65, **everything, mask_shape="11qk")
         yield Problem(batch=1, len_q=300, len_k=700, **everything | {"head_dim": 16})
+        for shape in ("1hqk", "11q1", "b11k"):
+            yield Problem(
+                batch=2, heads_kv=2, len_q=70, len_k=600, **everything | {"head_dim": 16},
+                mask_shape=shape,
+            )  # fmt: skip
         yield Problem(batch=3, len_q=40, len_k=40, **everything | {"window": (20, 3), "mask": None})
 
 

@@ -116,6 +116,15 @@ def test_mask_gradient_is_reduced_over_broadcast(dtype, shape, op, device):  # M
     assert gradients["attn_mask"].is_contiguous()
 
 
+@pytest.mark.parametrize("shape", MASK_SHAPES)
+def test_mask_gradient_over_several_tiles(shape, op, device):  # M4
+    problem = Problem(
+        dtype="fp32", batch=2, heads_q=4, heads_kv=2, head_dim=8, mask="float", mask_shape=shape,
+        len_q=140, len_k=600, key_lengths=(100, 7), causal=True, alignment="top_left",
+    )  # fmt: skip
+    check(op, problem, device)
+
+
 def test_mask_gradient_of_an_expanded_mask_is_not_reduced(op, device):  # M4, L2
     tensors, _ = build(Problem(heads_q=4, head_dim=8), device)
     mask = torch.randn(1, 1, 17, 33, device=device).expand(2, 4, 17, 33)

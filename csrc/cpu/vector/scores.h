@@ -112,11 +112,20 @@ class ScoreRow {
            keys_.begin * terms_.attn_mask_column_stride;
   }
 
+  // A mask is read row by row, too few bytes of each for the processor to see what comes next.
+  template <class Element>
+  void ask_for_later_row(const Element* mask) const {
+    constexpr int64_t kRowsAhead = 4;
+    __builtin_prefetch(mask + kRowsAhead * terms_.attn_mask_row_stride);
+  }
+
   void hide_unmasked() const {
     const bool* mask = mask_row<bool>();
     const int64_t stride = terms_.attn_mask_column_stride;
-    for (int64_t c = seen_.begin; c < seen_.end; ++c) {
-      row_[c] = mask[c * stride] ? row_[c] : kNegativeInfinity<Real>;
+    for (int64_t c = columns_.begin; c < columns_.end; c += kCount) {
+      const auto keep = load_flags<Real>(mask + c * stride, stride, keys_.size() - c);
+      ask_for_later_row(mask + c * stride);
+      store(row_ + c, keep ? load(row_ + c) : broadcast(kNegativeInfinity<Real>));
     }
   }
 
@@ -128,6 +137,7 @@ class ScoreRow {
     if constexpr (std::is_same_v<Real, Accumulator<Element>>) {
       for (int64_t c = columns_.begin; c < columns_.end; c += kCount) {
         const Vector<Real> term = load_some<Real>(mask + c * stride, stride, keys_.size() - c);
+        ask_for_later_row(mask + c * stride);
         const Vector<Real> score = load(row_ + c) + term;
         store(row_ + c, term == kNegativeInfinity<Real> ? term : score);
       }

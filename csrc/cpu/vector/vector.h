@@ -1,8 +1,10 @@
 // Loads, stores and reductions of one vector, whatever the element type, stride or count.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "core/constants.h"
@@ -37,6 +39,29 @@ inline Vector<Real> load_some(const Element* from, int64_t stride, int64_t count
   if (count > kLanes<Real>) count = kLanes<Real>;
   for (int64_t i = 0; i < count; ++i) elements[i] = from[i * stride];
   return load_elements(elements);
+}
+
+// As many of a narrower type as a vector has Reals.
+template <class Real, class Narrow>
+struct NarrowVectorOf {
+  typedef Narrow type __attribute__((vector_size(kLanes<Real> * sizeof(Narrow))));
+};
+
+// Whether each of the first `count` flags of a strided row is true, as a comparison of Reals would
+// say it; the other lanes are false.
+template <class Real>
+inline auto load_flags(const bool* from, int64_t stride, int64_t count) {
+  constexpr int kCount = kLanes<Real>;
+  using Integer = std::conditional_t<sizeof(Real) == 8, int64_t, int32_t>;
+  typename NarrowVectorOf<Real, uint8_t>::type bytes{};
+  if (stride == 1 && count >= kCount) {
+    std::memcpy(&bytes, from, kCount);
+  } else {
+    for (int64_t i = 0; i < std::min<int64_t>(count, kCount); ++i) bytes[i] = from[i * stride];
+  }
+  // In two steps: the compiler would take one from 8 to 32 bits lane by lane.
+  using Words16 = typename NarrowVectorOf<Real, uint16_t>::type;
+  return __builtin_convertvector(__builtin_convertvector(bytes, Words16), Vector<Integer>) != 0;
 }
 
 template <class Real, class Element>
