@@ -16,15 +16,21 @@ struct PhiloxKey {
   uint32_t word[2];
 };
 
+FLASHATTN_HD uint32_t high_product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umulhi(a, b);  // one instruction with a * b; from 64-bit products nvcc makes two more
+#else
+  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+#endif
+}
+
 template <int Rounds>
 FLASHATTN_HD PhiloxCounter philox4x32(PhiloxCounter counter, PhiloxKey key) {
   for (int round = 0; round < Rounds; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * counter.word[0];
-    const uint64_t product1 = uint64_t{0xCD9E8D57u} * counter.word[2];
-    counter = {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key.word[0],
-                static_cast<uint32_t>(product1),
-                static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key.word[1],
-                static_cast<uint32_t>(product0)}};
+    constexpr uint32_t kFactor0 = 0xD2511F53u, kFactor1 = 0xCD9E8D57u;
+    const uint32_t (&word)[4] = counter.word;
+    counter = {{high_product(word[2], kFactor1) ^ word[1] ^ key.word[0], word[2] * kFactor1,
+                high_product(word[0], kFactor0) ^ word[3] ^ key.word[1], word[0] * kFactor0}};
     key.word[0] += 0x9E3779B9u;
     key.word[1] += 0xBB67AE85u;
   }

@@ -2,13 +2,15 @@
 
     compute-sanitizer --tool memcheck python tests/cuda/sanitizer_smoke.py
 
-racecheck does not know the barriers of cuBLAS's TMA kernels, and reports them: leave those out with
+Names of families and dtypes after it (softmax naive flash dropout_mask, float16 ...) leave out the
+others. racecheck does not know the barriers of cuBLAS's TMA kernels, and reports them: leave those out with
 `--kernel-name-exclude kernel_substring=nvjet`.
 
 torch's caching allocator is off, so that an access past a tensor is past an allocation.
 """
 
 import os
+import sys
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
@@ -74,7 +76,18 @@ def differentiated(*values):
     return leaves
 
 
-def naive_attention(dtype):
+def softmax(dtype):
+    ops = torch.ops.flashattn_ext
+    for shape, dim in SHAPES:
+        exact = torch.randn(shape, device="cuda", dtype=dtype)
+        shifted = torch.randn(exact.numel() + 1, device="cuda", dtype=dtype)[1:].view(shape)
+        for tensor in (exact, shifted):
+            for name in ("softmax", "log_softmax"):
+                output = getattr(ops, name).default(tensor, dim)
+                getattr(ops, f"{name}_backward").default(tensor, output, dim, dtype)
+
+
+def naive(dtype):
     for sizes in ATTENTION:
         query, key, value, every = problem(dtype, *sizes)
         for options in ({}, every):
@@ -105,7 +118,7 @@ FLASH = (
 )
 
 
-def flash_attention(dtype):
+def flash(dtype):
     for sizes in FLASH:
         len_q, len_k = sizes[2:4]
         query, key, value, every = problem(dtype, *sizes)
@@ -124,24 +137,28 @@ def flash_attention(dtype):
         torch.autograd.grad(out.sum(), rows)
 
 
-def main():
-    ops = torch.ops.flashattn_ext
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for shape, dim in SHAPES:
-            exact = torch.randn(shape, device="cuda", dtype=dtype)
-            shifted = torch.randn(exact.numel() + 1, device="cuda", dtype=dtype)[1:].view(shape)
-            for tensor in (exact, shifted):
-                for name in ("softmax", "log_softmax"):
-                    output = getattr(ops, name).default(tensor, dim)
-                    getattr(ops, f"{name}_backward").default(tensor, output, dim, dtype)
-        naive_attention(dtype)
-        flash_attention(dtype)
+def dropout_mask(dtype):
+    del dtype  # it has none
     state = torch.tensor([1, 2], device="cuda")
     for len_k in (32, 33, 128):
         flashattn_ext.dropout_mask(state, 2, 2, 3, len_k, 0.5)
-    torch.cuda.synchronize()
+
+
+def main(chosen):
+    dtypes = ("float16", "bfloat16", "float32", "float64")
+    families = (softmax, naive, flash, dropout_mask)
+    of_dtypes = [d for d in dtypes if d in chosen] or dtypes
+    names = [f.__name__ for f in families]
+    unknown = set(chosen) - set(dtypes) - set(names)
+    assert not unknown, f"expected some of {[*names, *dtypes]}, got {sorted(unknown)}"
+    of_families = [f for f in families if f.__name__ in chosen] or families
+    for family in of_families:
+        for dtype in of_dtypes:
+            family(getattr(torch, dtype))
+            torch.cuda.synchronize()
+            print(family.__name__, dtype, "done", flush=True)
     print("smoke set done")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -101,6 +101,29 @@ def test_grouped_heads(heads, device):  # G2, G3, G5, G6, S9, L10
         check(flash_attention, problem, device)
 
 
+@pytest.mark.parametrize("visible", ["full", "causal_bottom_right", "causal_window"])
+@pytest.mark.parametrize("heads", [(8, 2), (20, 1), (3, 3)], ids=str)
+def test_one_row_of_grouped_heads(heads, visible, device):
+    """Decoding: keys split over blocks, the heads of a group in one tile or more."""
+    heads_q, heads_kv = heads
+    for layout, head_dim in (("blhd", 64), ("bhdl", 40), ("contiguous", 128)):
+        for key_lengths in (None, (100, 30, 0)):
+            problem = Problem(
+                **{"alignment": "bottom_right", **VISIBLE[visible]},
+                dtype="bf16",
+                batch=3,
+                heads_q=heads_q,
+                heads_kv=heads_kv,
+                len_q=1,
+                len_k=1100,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                key_lengths=key_lengths,
+                layout=layout,
+            )
+            check(flash_attention, problem, device)
+
+
 def test_head_dim_256_with_16_heads_on_2(device):  # S9: wrong by 5x elsewhere, unseen by randn
     problem = Problem(
         dtype="bf16", heads_q=16, heads_kv=2, len_q=40, len_k=40, head_dim=256, head_dim_v=256,

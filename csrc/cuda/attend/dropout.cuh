@@ -5,6 +5,22 @@
 
 namespace flashattn::cuda {
 
+// Calls visit(slot, kept) for the eight elements that one Philox call decides. A number is compared
+// where it is the high half of a word: the word is below the threshold's when its high half is. A
+// threshold of 0 has no last word; what is visited then does not count, since keep_scale is 0.
+template <class Visit>
+__device__ __forceinline__ void visit_call(const DropoutStream& stream, int row, int group,
+                                           const Visit& visit) {
+  const DropoutNumbers numbers = stream.numbers(row, group);
+  const uint32_t last = (stream.threshold << 16) - 1;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t word = numbers.words.word[w];
+    visit(2 * w, word << 16 <= last);
+    visit(2 * w + 1, word <= last);
+  }
+}
+
 // Calls visit(block, element, kept) for every element of a fragment. Its first key is a multiple
 // of 32.
 template <int Blocks, class Visit>
@@ -15,12 +31,9 @@ __device__ __forceinline__ void visit_dropout(const DropoutStream& stream, const
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int b = 0; b < Blocks; b += 4) {
-      const DropoutNumbers numbers =
-          stream.numbers(at.row + 8 * half, dropout_group(at.key + 8 * b));
-#pragma unroll
-      for (int slot = 0; slot < 8; ++slot) {
-        visit(b + slot / 2, 2 * half + slot % 2, numbers.number(slot) < stream.threshold);
-      }
+      const int group = static_cast<int>(dropout_group(at.key + 8 * b));
+      visit_call(stream, at.row + 8 * half, group,
+                 [&](int slot, bool kept) { visit(b + slot / 2, 2 * half + slot % 2, kept); });
     }
   }
 }
@@ -36,16 +49,18 @@ struct DropoutTile {
   __device__ static int place(int row) { return row / 2 % 4 * (Rows / 4) + row / 8 * 2 + row % 2; }
 
   // Called by all threads of a block, then a barrier. `row` and `key` are the tile's first.
+  // Unrolled where several blocks share a multiprocessor: their warps fill each other's waits.
   template <int Threads>
   __device__ void fill(const DropoutStream& stream, int row, int key) {
-    for (int i = threadIdx.x; i < Keys / 8 * Rows; i += Threads) {
+    constexpr int kCalls = Keys / 8 * Rows / Threads;
+    static_assert(kCalls * Threads == Keys / 8 * Rows);
+#pragma unroll(Threads <= 128 ? kCalls : 1)
+    for (int call = 0; call < kCalls; ++call) {
+      const int i = call * Threads + threadIdx.x;
       const int r = i % Rows, group = i / Rows;
-      const DropoutNumbers numbers = stream.numbers(row + r, key / 8 + group);
       uint32_t byte = 0;
-#pragma unroll
-      for (int slot = 0; slot < 8; ++slot) {
-        byte |= uint32_t{numbers.number(slot) < stream.threshold} << slot;
-      }
+      visit_call(stream, row + r, key / 8 + group,
+                 [&](int slot, bool kept) { byte |= uint32_t{kept} << slot; });
       bits[group][place(r)] = static_cast<uint8_t>(byte);
     }
   }

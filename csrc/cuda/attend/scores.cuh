@@ -102,8 +102,9 @@ struct BiasView {
 };
 struct NoTile {};
 
-// Whether scores are a positive multiple of the dot product, or have other terms too.
-enum class ScoreKind { plain, general };
+// Whether scores are a positive multiple of the dot product, with dropout or without, or have other
+// terms too.
+enum class ScoreKind { plain, dropped, general };
 
 // Scores are dot products times a positive scale, which the exponential applies: nothing to do.
 // References are whole numbers in units of log2, so that a score's distance from one is rounded
@@ -111,7 +112,7 @@ enum class ScoreKind { plain, general };
 // is made and used, since the scores that count are close to it.
 struct PlainScores {
   using Real = float;
-  static constexpr bool kGeneral = false;
+  static constexpr bool kGeneral = false, kDropout = false;
   template <int Rows, int Keys>
   using Bias = NoTile;
   float scale, scale_log2;
@@ -119,6 +120,8 @@ struct PlainScores {
   __device__ explicit PlainScores(const AttentionProblem& p)
       : scale(static_cast<float>(p.scale)), scale_log2(scale * kLog2E<float>) {}
   __device__ PlainScores(const AttentionProblem& p, int, int, const TileMask&) : PlainScores(p) {}
+
+  __device__ static bool drops(const AttentionProblem&) { return false; }
 
   __device__ static float initial_max(const AttentionProblem&, int) {
     return kNegativeInfinity<float>;
@@ -159,12 +162,19 @@ struct PlainScores {
   }
 };
 
+// Plain scores of a call with dropout.
+struct DroppedPlainScores : PlainScores {
+  static constexpr bool kDropout = true;
+  using PlainScores::PlainScores;
+  __device__ static bool drops(const AttentionProblem&) { return true; }
+};
+
 // Every term of the formula, in its order. Scores come out in natural units.
 template <class Real_>
 class GeneralScores {
  public:
   using Real = Real_;
-  static constexpr bool kGeneral = true;
+  static constexpr bool kGeneral = true, kDropout = true;
   template <int Rows, int Keys>
   using Bias = SharedTile<Real, Rows, Keys>;
   Real scale;
@@ -179,6 +189,8 @@ class GeneralScores {
         has_alibi_(p.alibi_slopes) {
     if (has_alibi_) slope_ = *p.alibi_slopes.as<const Real>().at(batch, head);
   }
+
+  __device__ static bool drops(const AttentionProblem& p) { return static_cast<bool>(p.dropout); }
 
   // A sink starts the running maximum.
   __device__ static Real initial_max(const AttentionProblem& p, int head) {

@@ -26,8 +26,11 @@ struct ForwardArguments {
   Chunked chunked;
   int row_tile = 0;     // rows per block
   int value_tile = 0;   // value columns per block
-  int parts = 0;        // row tiles of the longest sequence
+  int parts = 0;        // row tiles of the longest sequence, or of all packed sequences
   int value_parts = 0;  // value tiles
+  // Every sequence has one query row, and what the views call rows are the heads of a group: its
+  // keys are then read once (see heads_as_rows).
+  bool rows_are_heads = false;
   // Where row tiles are too few to fill the GPU, each one's keys are split into runs, whose results
   // a last kernel joins (split_kernel.cuh): (splits, batch, heads_q, len_q, head_dim_v) and
   // (splits, batch, heads_q, len_q), accumulator type.
@@ -38,10 +41,12 @@ struct ForwardArguments {
     return problem.sequences.count * problem.heads_q * problem.sequences.storage_q;
   }
   int64_t blocks() const {
-    return problem.sequences.count * problem.heads_q * value_parts * splits * parts;
+    const int64_t batch = problem.sequences.packed() ? 1 : problem.sequences.count;
+    return batch * problem.heads_q * value_parts * splits * parts;
   }
 
   // Neighbouring blocks share their keys; late rows, which see most under a causal mask, go first.
+  // The rows of packed sequences are counted through all of them (packed_tiles.cuh).
   FLASHATTN_HD ForwardTask task(int block) const {
     const int part = parts - 1 - block % parts;
     block /= parts;
@@ -89,7 +94,7 @@ struct BackwardArguments {
   Chunked chunked;
   bool deterministic = false;
   int row_parts = 0;  // row tiles of the longest sequence, by the kernel's tile
-  int key_parts = 0;  // key tiles of the longest sequence
+  int key_parts = 0;  // key tiles of the longest sequence, or of all packed sequences
   int slices = 0;     // of the head dims
   PaddedRows padded;
   // Accumulator type, by padded row: lse split as the scores want it, and the row terms.

@@ -26,25 +26,28 @@ __device__ __forceinline__ void load_tile(SharedTile<Element, Rows, Columns>& ti
                                           const GlobalMatrix<Element>& from) {
   using Tile = SharedTile<Element, Rows, Columns>;
   if (from.chunked) {
-    // A thread stays in its column of chunks; threads that fill no whole row have nothing to do.
-    constexpr int kColumnStep = Threads < Tile::kChunksPerRow ? Threads : Tile::kChunksPerRow;
+    // A thread stays in its columns of chunks. Steps are powers of two.
+    constexpr int kShare = Tile::kChunksPerRow & -Tile::kChunksPerRow;
+    constexpr int kColumnStep = kShare < 16 ? kShare : 16;
     constexpr int kRowStep = Threads / kColumnStep;
     // Computed again by every call: cheaper than registers that are held across a loop.
     const uint32_t thread = ptx::opaque(threadIdx.x);
     const int first_row = static_cast<int>(thread / kColumnStep);
-    if (first_row >= kRowStep) return;
 #pragma unroll
     for (int c = 0; c < Tile::kChunksPerRow; c += kColumnStep) {
       const int chunk = c + static_cast<int>(thread % kColumnStep);
-      const int rows = chunk * Tile::kChunk < from.columns ? from.rows : 0;
+      const int rows = chunk * Tile::kChunk < from.columns ? from.rows - first_row : 0;
       const Element* source = from.data + first_row * from.row_stride + chunk * Tile::kChunk;
       const int64_t step = kRowStep * from.row_stride;
 #pragma unroll
       for (int i = 0; i < (Rows + kRowStep - 1) / kRowStep; ++i) {
         const int row = first_row + i * kRowStep;
         if (Rows % kRowStep != 0 && row >= Rows) break;
-        const bool valid = row < rows;
-        ptx::cp_async_16(tile.address(row, chunk), valid ? source : from.data, valid);
+        // A row's place in its eight is the same every 8 rows: only a constant away.
+        const uint32_t address = kRowStep % 8 == 0 ? tile.address(first_row, chunk) +
+                                                         i * kRowStep * Tile::kChunksPerRow * 16
+                                                   : tile.address(row, chunk);
+        ptx::cp_async_16(address, source, i * kRowStep < rows);
         source += step;
       }
     }

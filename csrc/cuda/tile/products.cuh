@@ -28,6 +28,26 @@ struct Accumulators {
       }
     }
   }
+  __device__ __forceinline__ void add(const Accumulators& other) {
+#pragma unroll
+    for (int f = 0; f < Fragments; ++f) {
+#pragma unroll
+      for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) value[f][b][e] += other.value[f][b][e];
+      }
+    }
+  }
+  __device__ __forceinline__ void multiply(Real factor) {
+#pragma unroll
+    for (int f = 0; f < Fragments; ++f) {
+#pragma unroll
+      for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) value[f][b][e] *= factor;
+      }
+    }
+  }
 };
 
 // 16-bit elements on tensor cores, accumulated in fp32.

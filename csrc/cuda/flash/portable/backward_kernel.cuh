@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cuda/attend/scores.cuh"
+#include "cuda/flash/packed_tiles.cuh"
 #include "cuda/flash/portable/store.cuh"
 #include "cuda/flash/portable/tiles.cuh"
 #include "cuda/ptx/reduce.cuh"
@@ -43,12 +44,19 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
   int block = blockIdx.x;
   // Early keys are seen by most rows under a causal mask and go first. Turns go from the last key
   // tile to the first, so that a causal mask makes nobody wait.
-  const int part = a.deterministic ? a.key_parts - 1 - block % a.key_parts : block % a.key_parts;
+  int part = a.deterministic ? a.key_parts - 1 - block % a.key_parts : block % a.key_parts;
   block /= a.key_parts;
   const int slice = block % a.slices * Tile::kSlice;
   block /= a.slices;
   const int heads_kv = static_cast<int>(p.heads_kv), group = static_cast<int>(p.group_size());
-  const int kv_head = block % heads_kv, batch = block / heads_kv;
+  const int kv_head = block % heads_kv;
+  int batch = block / heads_kv;
+  if (p.sequences.packed()) {
+    const SequenceTile tile = sequence_tile(p.sequences.cu_k, p.sequences.storage_k,
+                                            static_cast<int>(p.sequences.count), Tile::kKeys, part);
+    batch = tile.sequence;
+    part = tile.first / Tile::kKeys;
+  }
   const Sequence sequence = p.sequences[batch];
   const int len_q = static_cast<int>(sequence.len_q), len_k = static_cast<int>(sequence.len_k);
   const TileMask mask = p.mask_rule.for_sequence<int>(len_q, len_k);
@@ -84,29 +92,30 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
 
   const TileRange seen_by = mask.queries_for(keys);
   const int first_row = seen_by.begin / Tile::kRows * Tile::kRows;
+  const auto query = [&](int head, int row, int column) {
+    return head_matrix<Element>(p.query, batch, head, sequence.q_begin + row, len_q - row, column,
+                                a.chunked.query);
+  };
+  const auto grad_out = [&](int head, int row, int column) {
+    return head_matrix<Element>(a.inputs.grad_out, batch, head, sequence.q_begin + row, len_q - row,
+                                column, a.chunked.grad_out);
+  };
   const auto load_rows = [&](int stage, int head, int row) {
-    const auto query = [&](int column) {
-      return head_matrix<Element>(p.query, batch, head, sequence.q_begin + row, len_q - row, column,
-                                  a.chunked.query);
-    };
-    const auto grad_out = [&](int column) {
-      return head_matrix<Element>(a.inputs.grad_out, batch, head, sequence.q_begin + row,
-                                  len_q - row, column, a.chunked.grad_out);
-    };
     if constexpr (Tile::kWhole) {
-      load_tile<Tile::kThreads>(shared.stream[stage][0], query(0));
-      load_tile<Tile::kThreads>(shared.stream[stage][1], grad_out(0));
+      load_tile<Tile::kThreads>(shared.stream[stage][0], query(head, row, 0));
+      load_tile<Tile::kThreads>(shared.stream[stage][1], grad_out(head, row, 0));
     } else {
-      load_tile<Tile::kThreads>(shared.stream_slice[0], query(slice));
-      load_tile<Tile::kThreads>(shared.stream_slice[1], grad_out(slice));
+      load_tile<Tile::kThreads>(shared.stream_slice[0], query(head, row, slice));
+      load_tile<Tile::kThreads>(shared.stream_slice[1], grad_out(head, row, slice));
     }
     load_row_terms<Tile>(shared, stage, a, a.padded.begin(p, sequence, batch, head) + row);
     ptx::cp_async_commit();
   };
 
-  int head = kv_head * group, row = first_row, stage = 0;
+  int head = kv_head * group, row = first_row, stage = 0, parity = 0;
   const int heads_end = seen_by.empty() ? head : head + group;
   if (head < heads_end) load_rows(0, head, row);
+  fill_dropout<Tile, Terms>(shared, 0, p, batch, head, row, keys.begin);
 #pragma unroll 1
   while (head < heads_end) {
     const bool last_of_head = row + Tile::kRows >= seen_by.end;
@@ -116,8 +125,6 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
     __syncthreads();  // the rows are here, and everybody is done with those before
     if (Tile::kStages > 1 && next_head < heads_end) load_rows(stage ^ 1, next_head, next_row);
 
-    const DropoutStream stream =
-        Terms::kGeneral && p.dropout ? p.dropout.stream(batch, p.heads_q, head) : DropoutStream{};
     // Key tiles add to grad_query of these rows from the last that they see to the first.
     int* const turn =
         a.turns +
@@ -126,28 +133,28 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
         row / Tile::kRows;
     const int my_turn =
         (mask.keys_for({row, min(row + Tile::kRows, len_q)}).end - 1) / Tile::kKeys - part;
-    const bool visible = fill_general_terms<Tile, Terms>(shared, a, stream, batch, head, row,
-                                                         keys.begin, len_q, len_k);
+    const bool visible =
+        fill_general_terms<Tile, Terms>(shared, a, batch, head, row, keys.begin, len_q, len_k);
+    const auto decide_dropout = [&] {
+      fill_dropout<Tile, Terms>(shared, parity ^ 1, p, batch, next_head, next_row, keys.begin);
+    };
+    // Half of the warps decide dropout of the next rows before the products, half after them: what
+    // the ones compute hides behind what the others multiply.
+    const bool decides_early = warp < Tile::kWarps / 2 || !visible;
+    if (decides_early) decide_dropout();
     if (visible) {
       Accumulators<Real, Tile::kFragments, Tile::kWarpRows / 8> dots, grads;
       product<Tile>(
           dots, shared, stage, 0, static_cast<int>(p.head_dim), key,
-          [&](int column) {
-            return head_matrix<Element>(p.query, batch, head, sequence.q_begin + row, len_q - row,
-                                        column, a.chunked.query);
-          },
-          warp_key, warp_row, lane);
+          [&](int column) { return query(head, row, column); }, warp_key, warp_row, lane);
       product<Tile>(
           grads, shared, stage, 1, static_cast<int>(p.head_dim_v), value,
-          [&](int column) {
-            return head_matrix<Element>(a.inputs.grad_out, batch, head, sequence.q_begin + row,
-                                        len_q - row, column, a.chunked.grad_out);
-          },
-          warp_key, warp_row, lane);
+          [&](int column) { return grad_out(head, row, column); }, warp_key, warp_row, lane);
+      if (!decides_early) decide_dropout();
       const bool hidden_pairs =
           !mask.all_visible({row, row + Tile::kRows}, {keys.begin, keys.begin + Tile::kKeys});
       const Terms terms(p, batch, head, mask);
-      gradient_step<Tile, GradientOf::dot_product>(p, terms, shared, stage, keys.begin, row,
+      gradient_step<Tile, GradientOf::dot_product>(p, terms, shared, stage, parity, keys.begin, row,
                                                    warp_key, warp_row, hidden_pairs, dots, grads,
                                                    lane);
 
@@ -221,19 +228,13 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
     head = next_head;
     row = next_row;
     if (Tile::kStages > 1) stage ^= 1;
+    parity ^= 1;
   }
 
   ptx::cp_async_wait<0>();
   __syncthreads();  // the tiles are free to be staging room
-  const Real scale = static_cast<Real>(p.scale);
-#pragma unroll
-  for (int f = 0; f < Tile::kFragments; ++f) {
-#pragma unroll
-    for (int b = 0; b < kWarpColumns / 8; ++b) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) grad_key.value[f][b][e] *= scale;
-    }
-  }
+  grad_key.multiply(static_cast<Real>(p.scale));
+  if (Terms::kDropout) grad_value.multiply(static_cast<Real>(p.dropout.keep_scale()));
   const int column = column_warp * kWarpColumns;
   const auto store = [&](const auto& sums, auto& staging, const UntypedView4& view) {
     if (!view) return;

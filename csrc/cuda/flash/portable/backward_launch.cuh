@@ -45,9 +45,7 @@ void launch_gradients(const OpScope& scope, BackwardArguments a, const Workspace
     using Tile = decltype(tile);
     using Real = typename Tile::Real;
     a.row_parts = static_cast<int>(divide_up(p.sequences.max_len_q, Tile::kRows));
-    // A sequence has at least a tile of keys: dense keys that no query sees have gradients too.
-    a.key_parts = static_cast<int>(divide_up(
-        p.sequences.packed() ? p.sequences.max_len_k : p.sequences.storage_k, Tile::kKeys));
+    a.key_parts = static_cast<int>(tiles_of_keys(p.sequences, Tile::kKeys));
     a.slices = static_cast<int>(
         std::max<int64_t>(divide_up(std::max(p.head_dim, p.head_dim_v), Tile::kSlice), 1));
     const int64_t sums = a.padded.count(p) * a.slices * Tile::kSlice * int64_t{sizeof(Real)};
@@ -58,7 +56,8 @@ void launch_gradients(const OpScope& scope, BackwardArguments a, const Workspace
     a.turns = reinterpret_cast<int*>(memory + sums);
     FLASHATTN_CUDA_CHECK(scope.op(), cudaMemsetAsync(memory, 0, sums + turns, scope.stream()));
 
-    const int64_t blocks = p.sequences.count * p.heads_kv * a.slices * a.key_parts;
+    const int64_t batch = p.sequences.packed() ? 1 : p.sequences.count;
+    const int64_t blocks = batch * p.heads_kv * a.slices * a.key_parts;
     if (blocks > 0) {
       launch(scope, {blocks, Tile::kThreads, sizeof(BackwardShared<Tile, Terms>)},
              flash_backward_kernel<Tiles, Terms>, a);
@@ -113,8 +112,13 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
       return with_width(
           p,
           [&](auto width) {
-            launch_gradients<BackwardTilesOf<Arithmetic, width.value, ScoreKind::plain>,
-                             PlainScores>(scope, a, workspace);
+            if (p.dropout) {
+              launch_gradients<BackwardTilesOf<Arithmetic, width.value, ScoreKind::dropped>,
+                               DroppedPlainScores>(scope, a, workspace);
+            } else {
+              launch_gradients<BackwardTilesOf<Arithmetic, width.value, ScoreKind::plain>,
+                               PlainScores>(scope, a, workspace);
+            }
           },
           Width<64>{}, Width<128>{}, Width<256>{});
     }

@@ -13,6 +13,7 @@
 #include "cuda/attend/max_logits.cuh"
 #include "cuda/attend/softmax_step.cuh"
 #include "cuda/flash/arguments.h"
+#include "cuda/flash/packed_tiles.cuh"
 #include "cuda/flash/portable/store.cuh"
 #include "cuda/flash/portable/tiles.cuh"
 #include "cuda/tile/load_tile.cuh"
@@ -40,10 +41,25 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<Tile, Scores>*>(shared_bytes);
   const AttentionProblem& p = arguments.problem;
-  const ForwardTask task = arguments.task(blockIdx.x);
-  const Sequence sequence = p.sequences[task.batch];
-  const int len_q = static_cast<int>(sequence.len_q), len_k = static_cast<int>(sequence.len_k);
-  const TileMask mask = p.mask_rule.for_sequence<int>(len_q, len_k);
+  ForwardTask task = arguments.task(blockIdx.x);
+  if (p.sequences.packed()) {
+    const SequenceTile tile =
+        sequence_tile(p.sequences.cu_q, p.sequences.storage_q, static_cast<int>(p.sequences.count),
+                      Tile::kRows, task.row / Tile::kRows);
+    task.batch = tile.sequence;
+    task.row = tile.first;
+  }
+  Sequence sequence = p.sequences[task.batch];
+  const int len_q = static_cast<int>(sequence.len_q);
+  int len_k = static_cast<int>(sequence.len_k);
+  TileMask mask = p.mask_rule.for_sequence<int>(arguments.rows_are_heads ? 1 : len_q, len_k);
+  if (arguments.rows_are_heads) {
+    // All of them see the same range of keys, which is all that there is from here on.
+    const TileRange seen = mask.keys_for({0, 1});
+    sequence.k_begin += seen.begin;
+    len_k = seen.size();
+    mask = MaskRule{}.for_sequence<int>(len_q, len_k);
+  }
   if (threadIdx.x == 0) shared.mask = mask;
   const TileRange rows{task.row, min(task.row + Tile::kRows, len_q)};
   if (rows.empty()) return;
@@ -135,7 +151,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         load_keys(first, column);
         ptx::cp_async_wait<0>();
         __syncthreads();
-        Arithmetic::multiply_transposed(scores, shared.query, warp_row, shared.keys, 0, lane);
+        decltype(scores) part;  // summed up part by part: long dot products lose less
+        part.clear();
+        Arithmetic::multiply_transposed(part, shared.query, warp_row, shared.keys, 0, lane);
+        scores.add(part);
       }
     }
     ptx::cp_async_wait<0>();
@@ -167,8 +186,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       }
     }
     softmax_step(softmax, scores.value, out.value, terms);
-    if constexpr (Scores::kGeneral) {
-      if (p.dropout) {
+    if constexpr (Scores::kDropout) {
+      if (Scores::drops(p)) {
         const DropoutStream stream = p.dropout.stream(task.batch, p.heads_q, task.head);
 #pragma unroll
         for (int f = 0; f < Tile::kFragments; ++f) {

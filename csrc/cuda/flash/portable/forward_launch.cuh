@@ -41,7 +41,7 @@ void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Works
   const AttentionProblem& p = a.problem;
   a.row_tile = Tile::kRows;
   a.value_tile = Tile::kValueDim;
-  a.parts = static_cast<int>(divide_up(p.sequences.max_len_q, Tile::kRows));
+  a.parts = static_cast<int>(tiles_of_rows(p.sequences, Tile::kRows));
   a.value_parts = static_cast<int>(divide_up(p.head_dim_v, Tile::kValueDim));
   if (a.value_parts < 1) a.value_parts = 1;  // lse is wanted still
   if (a.blocks() == 0) return;
@@ -54,9 +54,26 @@ void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Works
   launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
          flash_forward_kernel<Tile, Scores>, a);
   if (a.splits > 1) {
-    launch(scope, {divide_up(a.rows(), kJoinWarps), 32 * kJoinWarps},
-           flash_join_splits_kernel<Element>, a);
+    launch(scope, {a.rows(), 32 * kJoinWarps}, flash_join_splits_kernel<Element>, a);
   }
+}
+
+// A call of one query row a sequence as one of one head a group, whose rows are the heads.
+inline ForwardArguments heads_as_rows(ForwardArguments a) {
+  AttentionProblem& p = a.problem;
+  const int64_t group = p.group_size();
+  if (p.sequences.packed() || p.sequences.storage_q != 1 || group == 1) return a;
+  ForwardOutputs& out = a.outputs;
+  for (UntypedView4* view : {&p.query, &out.out, &out.lse, &out.out_low, &out.lse_low}) {
+    view->size[1] = p.heads_kv;
+    view->size[2] = group;
+    view->stride[2] = view->stride[1];
+    view->stride[1] *= group;
+  }
+  p.heads_q = p.heads_kv;
+  p.sequences.storage_q = p.sequences.max_len_q = group;
+  a.rows_are_heads = true;
+  return a;
 }
 
 // Whether rows see few keys, for tiles of up to 128 columns.
@@ -85,12 +102,21 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
   if constexpr (sizeof(Element) == 2) {
     if (has_plain_scores(p) && !a.outputs.max_logits && std::max(p.head_dim, p.head_dim_v) <= 256) {
       using Arithmetic = TensorCores<Element>;
+      if (p.dropout) {
+        return with_width(
+            p,
+            [&](auto width) {
+              launch_forward_kernel<ForwardTiles<Arithmetic, width.value, ScoreKind::dropped>,
+                                    DroppedPlainScores>(scope, a, workspace);
+            },
+            Width<64>{}, Width<128>{}, Width<256>{});
+      }
       if (p.sequences.max_len_q <= kFewRows) {
         return with_width(
             p,
             [&](auto width) {
-              launch_forward_kernel<FewRowsTile<Arithmetic, width.value>, PlainScores>(scope, a,
-                                                                                       workspace);
+              launch_forward_kernel<FewRowsTile<Arithmetic, width.value>, PlainScores>(
+                  scope, heads_as_rows(a), workspace);
             },
             Width<64>{}, Width<128>{}, Width<256>{});
       }

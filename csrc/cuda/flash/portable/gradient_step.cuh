@@ -60,7 +60,8 @@ struct BackwardShared {
     Real lse_high[Tile::kRows], lse_low[Tile::kRows], deltas[Tile::kRows];
   } row_terms[Tile::kStages];
   typename Terms::template Bias<Tile::kRows, Tile::kKeys> bias;
-  std::conditional_t<Terms::kGeneral, DropoutTile<Tile::kRows, Tile::kKeys>, NoTile> dropout;
+  // Of the rows now and those after them.
+  std::conditional_t<Terms::kDropout, DropoutTile<Tile::kRows, Tile::kKeys>, NoTile> dropout[2];
   TileMask mask;  // seldom needed: not worth registers
 };
 
@@ -94,8 +95,11 @@ __device__ __forceinline__ void product(Sum& sum, Shared& shared, int stage, int
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
       __syncthreads();
-      Arithmetic::multiply_transposed(sum, shared.own[side], key, shared.stream[0][side], row,
+      Sum part;  // summed up part by part: long dot products lose less
+      part.clear();
+      Arithmetic::multiply_transposed(part, shared.own[side], key, shared.stream[0][side], row,
                                       lane);
+      sum.add(part);
     }
   }
 }
@@ -116,21 +120,29 @@ __device__ __forceinline__ void load_row_terms(Shared& shared, int stage,
   }
 }
 
-// Fills what General scores find in shared memory, for the tile from (row, key) on. Returns whether
-// any pair is left to look at. Ends with a barrier if there is anything to fill.
+// Decides dropout for the tile from (row, key) on; a barrier comes before its use.
+template <class Tile, class Terms, class Shared>
+__device__ __forceinline__ void fill_dropout(Shared& shared, int parity, const AttentionProblem& p,
+                                             int batch, int head, int row, int key) {
+  if constexpr (Terms::kDropout) {
+    if (!Terms::drops(p)) return;
+    const DropoutStream stream = p.dropout.stream(batch, p.heads_q, head);
+    shared.dropout[parity].template fill<Tile::kThreads>(stream, row, key);
+  }
+}
+
+// Fills the terms of attn_mask for the tile from (row, key) on. Returns whether any pair is left to
+// look at. Ends with a barrier if there is anything to fill.
 template <class Tile, class Terms, class Shared>
 __device__ __forceinline__ bool fill_general_terms(Shared& shared, const BackwardArguments& a,
-                                                   const DropoutStream& stream, int batch, int head,
-                                                   int row, int key, int len_q, int len_k) {
+                                                   int batch, int head, int row, int key, int len_q,
+                                                   int len_k) {
   const AttentionProblem& p = a.problem;
-  bool visible = !p.attn_mask;
   if constexpr (Terms::kGeneral) {
-    if (p.dropout) shared.dropout.template fill<Tile::kThreads>(stream, row, key);
     if (p.attn_mask) {
       const BiasSource source(p.attn_mask, a.chunked.bias, batch, head, len_q, len_k);
-      visible = fill_bias<Tile::kThreads>(shared.bias, row, key, source);
+      return __syncthreads_or(fill_bias<Tile::kThreads>(shared.bias, row, key, source));
     }
-    if (p.dropout || p.attn_mask) return __syncthreads_or(visible);
   }
   return true;
 }
@@ -139,13 +151,14 @@ __device__ __forceinline__ bool fill_general_terms(Shared& shared, const Backwar
 // added to them lie between.
 enum class GradientOf { dot_product, score };
 
-// From dot products and grad_out * value^T of a warp to the probabilities after dropout (in
-// `dots`) and the gradient (in `grads`).
+// From dot products and grad_out * value^T of a warp to the probabilities that dropout keeps (in
+// `dots`; what they are scaled by is left to the end) and the gradient (in `grads`).
 // The warp's fragments begin at (warp_key, warp_row) of the tile from (key, row) on.
 template <class Tile, GradientOf gradient_of, class Terms, class Shared, int F, int Blocks>
 __device__ __forceinline__ void gradient_step(const AttentionProblem& p, const Terms& terms,
-                                              const Shared& shared, int stage, int key, int row,
-                                              int warp_key, int warp_row, bool hidden_pairs,
+                                              const Shared& shared, int stage, int parity, int key,
+                                              int row, int warp_key, int warp_row,
+                                              bool hidden_pairs,
                                               Accumulators<typename Tile::Real, F, Blocks>& dots,
                                               Accumulators<typename Tile::Real, F, Blocks>& grads,
                                               int lane) {
@@ -159,9 +172,9 @@ __device__ __forceinline__ void gradient_step(const AttentionProblem& p, const T
     auto& grad = grads.value[f];
     const KeyPosition in_tile{warp_key + 16 * f + lane / 4, first};
     const KeyPosition at{key + in_tile.key, row + in_tile.row};
-    if constexpr (Terms::kGeneral) {
-      if (p.dropout) {
-        shared.dropout.template visit<Blocks>(in_tile, [&](int b, int e, bool kept) {
+    if constexpr (Terms::kDropout) {
+      if (Terms::drops(p)) {
+        shared.dropout[parity].template visit<Blocks>(in_tile, [&](int b, int e, bool kept) {
           grad[b][e] = kept ? grad[b][e] * keep_scale : Real(0);
         });
       }
@@ -187,11 +200,10 @@ __device__ __forceinline__ void gradient_step(const AttentionProblem& p, const T
         grad[b][e] *= dot[b][e];
       }
     }
-    if constexpr (Terms::kGeneral) {
-      if (p.dropout) {
-        shared.dropout.template visit<Blocks>(in_tile, [&](int b, int e, bool kept) {
-          dot[b][e] = kept ? dot[b][e] * keep_scale : Real(0);
-        });
+    if constexpr (Terms::kDropout) {
+      if (Terms::drops(p)) {
+        shared.dropout[parity].template visit<Blocks>(
+            in_tile, [&](int b, int e, bool kept) { dot[b][e] = kept ? dot[b][e] : Real(0); });
       }
     }
   }

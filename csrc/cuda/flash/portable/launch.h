@@ -3,13 +3,24 @@
 
 #include "cuda/device.h"
 #include "cuda/flash/arguments.h"
+#include "cuda/flash/packed_tiles.cuh"
 #include "cuda/workspace.h"
 
 namespace flashattn::cuda::portable {
 
-// Scores that are a positive multiple of the dot product need no pass of their own.
+// Scores that are a positive multiple of the dot product need no pass of their own. Dropout leaves
+// scores alone.
 inline bool has_plain_scores(const AttentionProblem& p) {
-  return p.scale > 0 && p.softcap == 0 && !p.attn_mask && !p.alibi_slopes && !p.sinks && !p.dropout;
+  return p.scale > 0 && p.softcap == 0 && !p.attn_mask && !p.alibi_slopes && !p.sinks;
+}
+
+// Tiles of the longest sequence, or of all packed sequences.
+inline int64_t tiles_of_rows(const Sequences& s, int size) {
+  return s.packed() ? packed_tiles(s.storage_q, s.count, size) : divide_up(s.max_len_q, size);
+}
+// Dense keys that no query sees have gradients too.
+inline int64_t tiles_of_keys(const Sequences& s, int size) {
+  return s.packed() ? packed_tiles(s.storage_k, s.count, size) : divide_up(s.storage_k, size);
 }
 
 template <class Element>

@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     __syncthreads();  // everybody is done with the tile before
     if (threadIdx.x == 0) shared.mask = mask;
     load_row_terms<Tile>(shared, 0, a, a.padded.begin(p, sequence, batch, head) + row);
+    fill_dropout<Tile, Terms>(shared, 0, p, batch, head, row, key);
     if constexpr (Tile::kWhole) {
       load_tile<Tile::kThreads>(shared.own[0], keys(0));
       load_tile<Tile::kThreads>(shared.own[1], values(0));
@@ -82,9 +83,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();
-    const DropoutStream stream =
-        p.dropout ? p.dropout.stream(batch, p.heads_q, head) : DropoutStream{};
-    if (!fill_general_terms<Tile, Terms>(shared, a, stream, batch, head, row, key, mask.len_q,
+    if (!fill_general_terms<Tile, Terms>(shared, a, batch, head, row, key, mask.len_q,
                                          mask.len_k)) {
       return;
     }
@@ -94,8 +93,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     product<Tile>(grads, shared, 0, 1, static_cast<int>(p.head_dim_v), values, grad_out, warp_key,
                   warp_row, lane);
     const Terms terms(p, batch, head, mask);
-    gradient_step<Tile, GradientOf::score>(p, terms, shared, 0, key, row, warp_key, warp_row, true,
-                                           dots, grads, lane);
+    gradient_step<Tile, GradientOf::score>(p, terms, shared, 0, 0, key, row, warp_key, warp_row,
+                                           true, dots, grads, lane);
 #pragma unroll
     for (int f = 0; f < Tile::kFragments; ++f) {
       const KeyPosition at{key + warp_key + 16 * f + lane / 4, row + warp_row + 2 * (lane % 4)};

@@ -64,6 +64,9 @@ FLASHATTN_FORWARD_16BIT(96, plain, 96, 96, 128, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(128, plain, 128, 128, 128, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(192, plain, 192, 192, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(256, plain, 256, 256, 64, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(64, dropped, 64, 64, 128, 64, 4, 3);
+FLASHATTN_FORWARD_16BIT(128, dropped, 128, 128, 128, 64, 4, 2);
+FLASHATTN_FORWARD_16BIT(256, dropped, 256, 256, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(64, general, 64, 64, 64, 64, 4, 4);
 FLASHATTN_FORWARD_16BIT(128, general, 128, 128, 64, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(256, general, 256, 256, 64, 32, 4, 2);
@@ -114,6 +117,10 @@ FLASHATTN_BACKWARD_16BIT(256, general, small, 256, 256, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_16BIT(256, general, medium, 256, 256, 64, 32, 4, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_16BIT(256, general, large, 256, 256, 64, 64, 2, 4, 2, 1, 1);
 #undef FLASHATTN_BACKWARD_16BIT
+
+template <class Arithmetic, int HeadDim, Room room>
+struct BackwardTiles<Arithmetic, HeadDim, ScoreKind::dropped, room>
+    : BackwardTiles<Arithmetic, HeadDim, ScoreKind::plain, room> {};
 
 // The tiles that fit every GPU.
 #define FLASHATTN_BACKWARD_ANY(Arithmetic, HeadDim, ...)              \
