@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python tests/cuda/sanitizer_smoke.py
 
-Names of families (softmax, naive, flash, dropout_mask) and dtypes (float16, ...) behind it leave out
+Families (softmax, naive, flash, dropout_mask) and dtypes (float16, ...) named behind it leave out
 the others. Under racecheck cuBLAS's own 16-bit kernels fail, in torch.bmm alone too: leave out
 naive attention in 16 bits there.
 
