@@ -22,7 +22,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
-from flashattn_ext._registration import library, positional_defaults
+from flashattn_ext._registration import library, positional_arguments, positional_defaults
 
 # The base of torch.autograd.Function: its `apply` stays at the level of torch.func that it is
 # called at, where Function's starts over from the outermost, and it binds no defaults.
@@ -41,6 +41,11 @@ class DifferentiableOp:
         self.function = function
         self.formula = formula
         self.defaults = positional_defaults(op)
+        # Tensors are among the first arguments; what follows them, as it mostly is.
+        self.tensors = len(self.defaults) - next(
+            i for i, a in enumerate(reversed(positional_arguments(op))) if "Tensor" in str(a.type)
+        )
+        self.usual = self.defaults[self.tensors :]
         library.impl(op.name().split("::")[1], self.autograd_kernel, "Autograd")
 
     def __call__(self, *args, **kwargs):
@@ -61,9 +66,11 @@ class DifferentiableOp:
     def run(self, *args, **kwargs):
         if forward_ad._current_level >= 0 and any(map(has_tangent, args)):
             return self.formula(*args, *self.defaults[len(args) :], **kwargs)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args[: self.tensors]):
             args = (*args, *self.defaults[len(args) :], *kwargs.values())
             return apply(self.function, *args)
+        if self.usual and args[self.tensors :] == self.usual:
+            args = args[: self.tensors]  # the dispatcher fills in defaults faster than it reads them
         with below_autograd():
             return self.op(*args, **kwargs)
 

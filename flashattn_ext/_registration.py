@@ -36,9 +36,13 @@ def argument_names(op: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def positional_arguments(op: torch._ops.OpOverload) -> list:
+    return [argument for argument in op._schema.arguments if not argument.kwarg_only]
+
+
 def positional_defaults(op: torch._ops.OpOverload) -> tuple:
     """The defaults of the positional arguments, which the dispatcher leaves out of calls."""
-    return tuple(a.default_value for a in op._schema.arguments if not a.kwarg_only)
+    return tuple(argument.default_value for argument in positional_arguments(op))
 
 
 def error(argument: str, expected: str, got, kind: type[Exception] = ValueError) -> Exception:

@@ -230,7 +230,8 @@ def _register(
             deterministic = args[-3]
             if deterministic is None:
                 deterministic = torch.are_deterministic_algorithms_enabled()
-            wanted = [ctx.needs_input_grad[i] for i in gradient_at]
+            needed = ctx.needs_input_grad
+            wanted = [needed[i] for i in gradient_at]
             gradients = backward(
                 grad_out, grad_lse, *args[:inputs], out, lse, out_low, lse_low, wanted,
                 *args[inputs:-3], deterministic,

@@ -6,7 +6,9 @@
 #include "cpu/flash_few_rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <memory>
 
 #include "core/online_softmax.h"
 #include "core/tile_schedule.h"
@@ -38,14 +40,20 @@ class FewRowsKernel {
     partial_out_ = Buffer<Real>(splits_.count() * group_rows_ * out_stride_);
     states_ = Buffer<OnlineSoftmax<Real>>(splits_.count() * group_rows_);
     max_logits_ = Buffer<Real>(splits_.count() * p_.group_size());
+    finished_.reset(new std::atomic<int64_t>[splits_.batch * splits_.heads]());
   }
 
   void run() {
     parallel_for_each(
         splits_.count(), [&] { return Scratch(*this); },
-        [&](int64_t index, Scratch& scratch) { run_split(index, scratch); });
-    const TaskGrid groups{splits_.batch, splits_.heads, 1};
-    parallel_for_each(groups.count(), [&](int64_t index) { merge_group(groups[index]); });
+        [&](int64_t index, Scratch& scratch) {
+          run_split(index, scratch);
+          // Whoever is the last of a group joins its splits.
+          std::atomic<int64_t>& finished = finished_[index / splits_.parts];
+          if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 == splits_.parts) {
+            merge_group(splits_[index]);
+          }
+        });
   }
 
  private:
@@ -187,10 +195,11 @@ class FewRowsKernel {
   const Microkernels<Element>& kernels_;
   const int64_t group_rows_;  // of the longest sequence
   const int64_t query_stride_, out_stride_;
-  TaskGrid splits_;                     // head = kv head, part = split
-  Buffer<Real> partial_out_;            // (splits, group's rows, padded head_dim_v)
-  Buffer<OnlineSoftmax<Real>> states_;  // (splits, group's rows)
-  Buffer<Real> max_logits_;             // (splits, heads of the group)
+  TaskGrid splits_;                                   // head = kv head, part = split
+  Buffer<Real> partial_out_;                          // (splits, group's rows, padded head_dim_v)
+  Buffer<OnlineSoftmax<Real>> states_;                // (splits, group's rows)
+  Buffer<Real> max_logits_;                           // (splits, heads of the group)
+  std::unique_ptr<std::atomic<int64_t>[]> finished_;  // (batch, kv heads): how many splits are
 };
 
 }  // namespace

@@ -37,11 +37,12 @@ struct ForwardPlan {
   int64_t chunk;           // rows of each head
   TaskGrid grid;           // head = kv_head * blocks of the group; part = chunk
 
+  static constexpr int64_t kMostHeads = 4;
   static constexpr int64_t kMostRows = 1024, kFewestRows = 64;  // rows of a task
   static constexpr int64_t kTasksPerThread = 4;
 
   explicit ForwardPlan(const AttentionProblem& p) {
-    heads_per_task = std::clamp<int64_t>(p.group_size(), 1, 4);  // a group may be empty
+    heads_per_task = std::clamp<int64_t>(p.group_size(), 1, kMostHeads);  // a group may be empty
     const int64_t heads = p.heads_kv * divide_up(p.group_size(), heads_per_task);
     const int64_t longest = std::max<int64_t>(p.sequences.max_len_q, 1);
     const int64_t whole = std::max<int64_t>(p.sequences.count * heads, 1);
@@ -91,6 +92,10 @@ class ForwardKernel {
 
   struct Scratch {
     MicrokernelUse<Element, Operand> use;
+    // What products read: packed into the buffers below, or in place.
+    const Operand* query_of[ForwardPlan::kMostHeads];  // (chunk, head_dim), left
+    const Operand* value;                              // (kKeys, head_dim_v), right
+
     Buffer<Operand> query;   // (heads, chunk, head_dim), left
     Buffer<Operand> keys;    // (head_dim, kKeys), right
     Buffer<Operand> values;  // (kKeys, head_dim_v), right
@@ -171,9 +176,11 @@ class ForwardKernel {
 
   void begin_head(Task task, const Sequence& sequence, Range rows, int64_t head, int64_t slot,
                   Scratch& s) const {
-    kernels_.pack_left(rows_of<const Element>(p_.query, task.batch, head,
-                                              rows.moved(sequence.q_begin), p_.head_dim),
-                       query_of(s, slot, 0), query_stride_);
+    s.query_of[slot] =
+        left_operand(kernels_,
+                     rows_of<const Element>(p_.query, task.batch, head,
+                                            rows.moved(sequence.q_begin), p_.head_dim),
+                     s.query.data() + slot * plan_.chunk * query_stride_, query_stride_);
     // A sink is one more term of the sum, without a value.
     OnlineSoftmax<Real> empty;
     if (p_.sinks) empty.add(*p_.sinks.as<const Real>().at(0, head));
@@ -189,8 +196,9 @@ class ForwardKernel {
     kernels_.pack_right_transposed(
         rows_of<const Element>(p_.key, task.batch, kv_head, rows, p_.head_dim), s.keys.data(),
         kScoreStride);
-    kernels_.pack_right(rows_of<const Element>(p_.value, task.batch, kv_head, rows, p_.head_dim_v),
-                        s.values.data(), value_stride_);
+    s.value = right_operand(
+        kernels_, rows_of<const Element>(p_.value, task.batch, kv_head, rows, p_.head_dim_v),
+        s.values.data(), value_stride_);
   }
 
   // One key tile for one block of rows, without the keys at either end that no row of it sees.
@@ -207,7 +215,7 @@ class ForwardKernel {
     const Real* factors = nullptr;
 
     kernels_.multiply({rows, padded_columns(keys.size()), p_.head_dim,
-                       query_of(s, block.slot, block.first_row), query_stride_,
+                       s.query_of[block.slot] + block.first_row * query_stride_, query_stride_,
                        s.keys.data() + offset * kPair, kScoreStride, scores, kScoreStride,
                        Store::overwrite});
     if (p_.dropout) {
@@ -223,7 +231,7 @@ class ForwardKernel {
     for (const Operand* part : {weights, s.weights_low.data()}) {
       if (!part) continue;
       kernels_.multiply({rows, out_stride_, keys.size(), part, kWeightStride,
-                         s.values.data() + offset * value_stride_, value_stride_, out, out_stride_,
+                         s.value + offset * value_stride_, value_stride_, out, out_stride_,
                          Store::accumulate});
     }
   }
@@ -274,9 +282,6 @@ class ForwardKernel {
   static constexpr int64_t kPair = sizeof(Operand) == 2 ? 2 : 1;
 
   // `row` counts from the chunk's first.
-  Operand* query_of(Scratch& s, int64_t slot, int64_t row) const {
-    return s.query.data() + (slot * plan_.chunk + row) * query_stride_;
-  }
   Real* out_of(Scratch& s, int64_t slot, int64_t row) const {
     return s.out.data() + (slot * plan_.chunk + row) * out_stride_;
   }

@@ -53,7 +53,7 @@ class GradientTile {
         values_t_(depth_v_ * keys_stride_),
         queries_(kQueries * depth_),
         queries_t_(depth_ * kQueryStride),
-        grad_out_(kQueries * depth_v_),
+        grad_outs_(kQueries * depth_v_),
         grad_out_t_(depth_v_ * kQueryStride),
         lse_(kQueries),
         weights_(kQueries * kStride),
@@ -70,7 +70,7 @@ class GradientTile {
     const Range rows = keys.moved(sequence.k_begin);
     const auto key = rows_of<const Element>(p_.key, batch, kv_head, rows, p_.head_dim);
     const auto value = rows_of<const Element>(p_.value, batch, kv_head, rows, p_.head_dim_v);
-    kernels_.pack_right(key, keys_.data(), key_stride_);
+    key_ = right_operand(kernels_, key, keys_.data(), key_stride_);
     kernels_.pack_right_transposed(key, keys_t_.data(), keys_stride_);
     kernels_.pack_right_transposed(value, values_t_.data(), keys_stride_);
   }
@@ -84,9 +84,9 @@ class GradientTile {
     const auto query = rows_of<const Element>(p_.query, batch, head, stored, p_.head_dim);
     const auto grad_out =
         rows_of<const Element>(inputs_.grad_out, batch, head, stored, p_.head_dim_v);
-    kernels_.pack_left(query, queries_.data(), depth_);
+    query_ = left_operand(kernels_, query, queries_.data(), depth_);
     kernels_.pack_left_transposed(query, queries_t_.data(), kQueryStride);
-    kernels_.pack_left(grad_out, grad_out_.data(), depth_v_);
+    grad_out_ = left_operand(kernels_, grad_out, grad_outs_.data(), depth_v_);
     kernels_.pack_left_transposed(grad_out, grad_out_t_.data(), kQueryStride);
     const auto lse = inputs_.lse.as<const Real>();
     const auto lse_low = inputs_.lse_low.as<const Real>();
@@ -103,12 +103,12 @@ class GradientTile {
     keys_range_ = keys;
     const int64_t row = rows.begin - loaded_rows_.begin, column = keys.begin - loaded_keys_.begin;
     const int64_t columns = padded_columns(keys.size());
-    kernels_.multiply({rows.size(), columns, p_.head_dim, queries_.data() + row * depth_, depth_,
+    kernels_.multiply({rows.size(), columns, p_.head_dim, query_ + row * depth_, depth_,
                        keys_t_.data() + column * kPair, keys_stride_, weights_.data(), kStride,
                        Store::overwrite});
-    kernels_.multiply({rows.size(), columns, p_.head_dim_v, grad_out_.data() + row * depth_v_,
-                       depth_v_, values_t_.data() + column * kPair, keys_stride_, grads_.data(),
-                       kStride, Store::overwrite});
+    kernels_.multiply({rows.size(), columns, p_.head_dim_v, grad_out_ + row * depth_v_, depth_v_,
+                       values_t_.data() + column * kPair, keys_stride_, grads_.data(), kStride,
+                       Store::overwrite});
     if (p_.dropout) {
       const DropoutStream stream = p_.dropout.stream(batch, p_.heads_q, head);
       kernels_.dropout_tile(stream, rows, keys, static_cast<Real>(p_.dropout.keep_scale()),
@@ -156,8 +156,8 @@ class GradientTile {
     for (int part = 0; part < kParts; ++part) {
       kernels_.multiply({rows_.size(), padded_columns(p_.head_dim), keys_range_.size(),
                          part_of(dots_left_, dots(), part * kLeftTile),
-                         kPacks ? kLeftStride : kStride, keys_.data() + key * key_stride_,
-                         key_stride_, grad_query + row * stride, stride, Store::accumulate});
+                         kPacks ? kLeftStride : kStride, key_ + key * key_stride_, key_stride_,
+                         grad_query + row * stride, stride, Store::accumulate});
     }
   }
 
@@ -194,18 +194,22 @@ class GradientTile {
   const int64_t keys_stride_, key_stride_, depth_, depth_v_;
   Range loaded_keys_{0, 0}, loaded_rows_{0, 0}, rows_{0, 0}, keys_range_{0, 0};
   const Real* deltas_ = nullptr;
-  Buffer<Operand> keys_;         // (block's keys, head_dim), right
-  Buffer<Operand> keys_t_;       // (head_dim, block's keys), right
-  Buffer<Operand> values_t_;     // (head_dim_v, block's keys), right
-  Buffer<Operand> queries_;      // (queries, head_dim), left
-  Buffer<Operand> queries_t_;    // (head_dim, queries), left
-  Buffer<Operand> grad_out_;     // (queries, head_dim_v), left
-  Buffer<Operand> grad_out_t_;   // (head_dim_v, queries), left
-  Buffer<LogSumExp<Real>> lse_;  // (queries)
-  Buffer<Real> weights_;         // (queries, keys)
-  Buffer<Real> grads_;           // (queries, keys)
-  Buffer<Real> slopes_;          // (queries, keys), with softcap only
-  Buffer<Real> factors_;         // (queries, keys), with dropout only
+  // Packed below, or in place.
+  const Operand* key_ = nullptr;       // (block's keys, head_dim), right
+  const Operand* query_ = nullptr;     // (queries, head_dim), left
+  const Operand* grad_out_ = nullptr;  // (queries, head_dim_v), left
+  Buffer<Operand> keys_;               // (block's keys, head_dim), right
+  Buffer<Operand> keys_t_;             // (head_dim, block's keys), right
+  Buffer<Operand> values_t_;           // (head_dim_v, block's keys), right
+  Buffer<Operand> queries_;            // (queries, head_dim), left
+  Buffer<Operand> queries_t_;          // (head_dim, queries), left
+  Buffer<Operand> grad_outs_;          // (queries, head_dim_v), left
+  Buffer<Operand> grad_out_t_;         // (head_dim_v, queries), left
+  Buffer<LogSumExp<Real>> lse_;        // (queries)
+  Buffer<Real> weights_;               // (queries, keys)
+  Buffer<Real> grads_;                 // (queries, keys)
+  Buffer<Real> slopes_;                // (queries, keys), with softcap only
+  Buffer<Real> factors_;               // (queries, keys), with dropout only
   // Where tiles are packed:
   Buffer<Real> lost_;                                       // (queries, keys)
   Buffer<Operand> weights_right_, dots_left_, dots_right_;  // (kParts, queries, keys)

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/dropout.h"
 #include "core/dtype.h"
@@ -160,6 +161,36 @@ const Microkernels<Element, Operand>& microkernels();
 
 // Whether bfloat16 matrices are multiplied as they are.
 bool multiplies_bfloat16();
+
+// A matrix that lies as packing would lay it is an operand as it is. Only of types whose products
+// read no padding.
+template <class Element, class Operand>
+const Operand* operand_in_place(const StridedMatrix<const Element>& from, int64_t stride) {
+  if constexpr (std::is_same_v<Element, Operand> && std::is_same_v<Operand, Accumulator<Operand>>) {
+    const bool whole_lines =
+        from.columns % kColumnMultiple == 0 && reinterpret_cast<uintptr_t>(from.data) % 64 == 0;
+    if (whole_lines && from.column_stride == 1 && from.row_stride == stride) return from.data;
+  }
+  return nullptr;
+}
+
+// The operand that a matrix is: packed into `room`, unless it is one already.
+template <class Element, class Operand>
+const Operand* left_operand(const Microkernels<Element, Operand>& kernels,
+                            const StridedMatrix<const Element>& from, Operand* room,
+                            int64_t stride) {
+  if (const Operand* there = operand_in_place<Element, Operand>(from, stride)) return there;
+  kernels.pack_left(from, room, stride);
+  return room;
+}
+template <class Element, class Operand>
+const Operand* right_operand(const Microkernels<Element, Operand>& kernels,
+                             const StridedMatrix<const Element>& from, Operand* room,
+                             int64_t stride) {
+  if (const Operand* there = operand_in_place<Element, Operand>(from, stride)) return there;
+  kernels.pack_right(from, room, stride);
+  return room;
+}
 
 // The instruction set in use: "baseline", "avx2", "avx512", "avx512_bf16" or "amx".
 const char* instruction_set();

@@ -51,9 +51,9 @@ ForwardResult forward(const CheckedProblem& checked, const Tensor& query, bool r
     outputs.lse_low = row_view(lse_low);
   }
   if (p.sequences.packed()) {  // rows that belong to no sequence
-    torch::stable::zero_(out);
-    torch::stable::zero_(out_low);
-    torch::stable::zero_(lse_low);
+    fill_with_zeros(out);
+    fill_with_zeros(out_low);
+    fill_with_zeros(lse_low);
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
   }
   if (return_max_logits) {

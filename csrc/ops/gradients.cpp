@@ -7,14 +7,14 @@ Tensor in_layout_of(const Tensor& input, bool wanted, Start start) {
   if (!wanted) return absent_output(input.scalar_type(), input);
   const std::vector<int64_t> sizes = sizes_of(input);
   Tensor grad = empty_strided(sizes, dense_strides_like(input, sizes), input.scalar_type(), input);
-  if (start == Start::zero) torch::stable::zero_(grad);
+  if (start == Start::zero) fill_with_zeros(grad);
   return grad;
 }
 
 OptionalTensor zero_sum(const OptionalTensor& input, bool wanted, ScalarType dtype) {
   if (!wanted || !input) return std::nullopt;
   Tensor sum = empty_contiguous(sizes_of(*input), dtype, *input);
-  torch::stable::zero_(sum);
+  fill_with_zeros(sum);
   return sum;
 }
 

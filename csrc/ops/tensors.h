@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -76,6 +77,15 @@ inline Tensor empty_contiguous(const std::vector<int64_t>& sizes, ScalarType dty
     strides[i] = stride;
   }
   return empty_strided(sizes, strides, dtype, device_of);
+}
+
+// Of a tensor without holes. On the CPU without the dispatcher, which a short call would notice.
+inline void fill_with_zeros(Tensor& tensor) {
+  if (tensor.is_cpu()) {
+    std::memset(tensor.mutable_data_ptr(), 0, tensor.numel() * tensor.element_size());
+  } else {
+    torch::stable::zero_(tensor);
+  }
 }
 
 // What an output that nobody asked for looks like.
