@@ -70,7 +70,8 @@ class DifferentiableOp:
             args = (*args, *self.defaults[len(args) :], *kwargs.values())
             return apply(self.function, *args)
         if self.usual and args[self.tensors :] == self.usual:
-            args = args[: self.tensors]  # the dispatcher fills in defaults faster than it reads them
+            # The dispatcher fills in defaults faster than it reads them.
+            args = args[: self.tensors]
         with below_autograd():
             return self.op(*args, **kwargs)
 
