@@ -158,6 +158,15 @@ def test_large_logits(factor, dtype, op, device):  # N13, N16, N14
     check_call(op, [tensor * factor for tensor in tensors[:2]] + [tensors[2]], {})
 
 
+@pytest.mark.parametrize("factor", [10.0, 30.0, 100.0])
+@pytest.mark.parametrize("head_dim", [32, 33, 64, 128])
+def test_large_logits_of_wide_heads(head_dim, factor, op, device):
+    """Backward makes the scores of forward to the last bit, or probabilities do not add up to 1."""
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "len_q": 65, "len_k": 70}
+    tensors, _ = build(small(**sizes), device)
+    check_call(op, [tensor * factor for tensor in tensors[:2]] + [tensors[2]], {})
+
+
 @pytest.mark.parametrize("shift", [-5e4, -1000.0, -200.0, -122.0, -113.0, -89.0, 89.0, 200.0, 5e4])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 def test_lse_far_from_zero(dtype, shift, op, device):  # N5, N10, N11, N13: no exp(-lse) anywhere

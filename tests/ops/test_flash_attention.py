@@ -134,10 +134,11 @@ def test_head_dim_256_with_16_heads_on_2(device):  # S9: wrong by 5x elsewhere, 
     check_call(flash_attention, [query * ramp, key * ramp.flip(0), value + ramp], options)
 
 
+@pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("max_logits", [False, True])
-def test_results_come_in_order(lse, max_logits, device):
-    (query, key, value), _ = build(Problem(len_q=5), device)
+def test_results_come_in_order(lse, max_logits, head_dim, device):
+    (query, key, value), _ = build(Problem(len_q=5, head_dim=head_dim), device)
     every = flashattn_ext.flash_attention(
         query, key, value, return_lse=True, return_max_logits=True
     )
@@ -179,6 +180,23 @@ def test_fp32_means_fp32(head_dim, device):  # T1: no hidden TF32, no bf16 on th
     for got, twin in pairs + [(gradients[name], exact[1][name]) for name in gradients]:
         assert (got.cpu() - twin).norm() < 1e-6 * twin.norm()
         assert (got.cpu() - twin).abs().max() < 1e-5 * twin.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [(40, 8000), (8000, 40)], ids=str)
+def test_fp32_sums_of_many_terms(lengths, device):
+    """Terms of one sign, so that what a sum loses at each step adds up: tensor cores truncate."""
+    problem = Problem(
+        batch=1, heads_q=1, heads_kv=1, len_q=lengths[0], len_k=lengths[1], head_dim=64,
+        head_dim_v=64,
+    )  # fmt: skip
+    query, key, value = build(problem, device)[0]
+    tensors = [query, key, value.abs()]
+    upstream = [upstream.abs() for upstream in random_upstream(tensors, packed=False)]
+    results, gradients = run(flash_attention, tensors, {}, upstream)
+    exact = Twins(tensors, {}, upstream).exact
+    pairs = [(results.out, exact[0].out), (gradients["value"], exact[1]["value"])]
+    for got, twin in pairs:
+        assert (got.cpu() - twin).abs().max() < 2e-6 * twin.abs().max()
 
 
 def test_inputs_are_left_alone(device):

@@ -162,6 +162,43 @@ struct PlainScores {
   }
 };
 
+// Plain scores of fp32 queries and keys, which may be of any size: distances come first, and are
+// scaled then.
+struct PlainFp32Scores {
+  using Real = float;
+  static constexpr bool kGeneral = false, kDropout = false;
+  template <int Rows, int Keys>
+  using Bias = NoTile;
+  float scale, scale_log2;
+
+  __device__ explicit PlainFp32Scores(const AttentionProblem& p)
+      : scale(static_cast<float>(p.scale)), scale_log2(scale * kLog2E<float>) {}
+  __device__ PlainFp32Scores(const AttentionProblem& p, int, int, const TileMask&)
+      : PlainFp32Scores(p) {}
+
+  __device__ static bool drops(const AttentionProblem&) { return false; }
+  __device__ static float initial_max(const AttentionProblem&, int) {
+    return kNegativeInfinity<float>;
+  }
+
+  __device__ float reference_for(float max) const { return max; }
+  __device__ float excess(float max, float reference) const {
+    return (max - reference) * scale_log2;
+  }
+  __device__ float rescale(float from, float to) const { return exponential(from, to); }
+  __device__ float exponential(float score, float reference) const {
+    return power_of_two((score - reference) * scale_log2);
+  }
+  __device__ LogSumExp<float> natural(float reference) const {
+    const float high = reference * scale;
+    return {high, fmaf(reference, scale, -high)};
+  }
+  __device__ LogSumExp<float> split(LogSumExp<float> lse) const { return lse; }
+  __device__ float probability(float score, LogSumExp<float> lse) const {
+    return power_of_two((fmaf(score, scale, -lse.high) - lse.low) * kLog2E<float>);
+  }
+};
+
 // Plain scores of a call with dropout.
 struct DroppedPlainScores : PlainScores {
   static constexpr bool kDropout = true;

@@ -1,4 +1,4 @@
-// Loads from global memory: one function per instruction.
+// Loads from memory: one function per instruction.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,12 @@ __device__ __forceinline__ uint4 load_16(const void* global, bool valid, uint32_
       : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
       : "l"(global), "r"(static_cast<uint32_t>(valid)), "r"(otherwise));
   return words;
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t shared_address) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared_address));
+  return word;
 }
 
 }  // namespace flashattn::cuda::ptx

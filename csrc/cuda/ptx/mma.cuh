@@ -32,6 +32,28 @@ __device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&d)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d (16 x 8) = a (16 x 8) * b (8 x 8) + c, operands cut to TF32: the bits below are ignored.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4],
+                                                 const uint32_t (&b)[2], const float (&c)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]),
+        "f"(c[2]), "f"(c[3]));
+}
+
+// The nearest number of 11 bits, in the place of an fp32 number.
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t result;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
+  return result;
+#else
+  return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+#endif
+}
+
 // Four 8 x 8 matrices of 16-bit elements; each lane gives the address of one 16-byte row.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

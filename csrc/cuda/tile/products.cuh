@@ -3,7 +3,8 @@
 // All arithmetic shares one fragment layout, that of m16n8: lane l holds, of every 8 columns,
 // columns 2 (l % 4) and 2 (l % 4) + 1 of the rows l / 4 and l / 4 + 8. A fragment is [8-column
 // block][4]. So masks, softmax and dropout are written once, for tensor cores and for plain
-// multiply-adds.
+// multiply-adds. Transposed is the arithmetic that gives the same bits with left and right
+// exchanged.
 #pragma once
 
 #include <cstdint>
@@ -55,6 +56,7 @@ template <class Element_>
 struct TensorCores {
   using Element = Element_;
   using Real = float;
+  using Transposed = TensorCores;
   static constexpr int kDepth = 16;  // of one instruction
   // Steps over a depth that are unrolled: all up to 128, which the fast tiles have; beyond,
   // unrolling buys nothing but compile time.
@@ -190,6 +192,7 @@ template <class Real_>
 struct MultiplyAdds {
   using Element = Real_;
   using Real = Real_;
+  using Transposed = MultiplyAdds;
   static constexpr int kStep = 16 / sizeof(Real);  // elements of a 16-byte access
 
   template <int F, int B, class TileA, class TileB>

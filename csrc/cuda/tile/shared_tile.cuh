@@ -24,15 +24,23 @@ struct SharedTile {
   // a bank: so many values the exclusive-or needs.
   static constexpr int kPhases = kChunksPerRow % 8 == 0 ? 8 : kChunksPerRow % 4 == 0 ? 4 : 2;
 
+  // What a row's chunks are exclusive-ored with. For 32-bit elements, reading pieces of a column:
+  // rows 0 to 3 or 4 to 7 differ in more than the lowest bit, and so do the even and the odd rows.
+  __device__ __forceinline__ static int phase(int row) {
+    const int r = row / (8 / kPhases) % kPhases;
+    if constexpr (sizeof(Element) == 4 && kPhases == 8) return (r ^ r / 4) % 4 * 2 + r / 4;
+    return r;
+  }
+
   __device__ __forceinline__ static int chunk_index(int row, int chunk) {
-    return row * kChunksPerRow + (chunk ^ ((row / (8 / kPhases)) % kPhases));
+    return row * kChunksPerRow + (chunk ^ phase(row));
   }
   __device__ __forceinline__ uint32_t address(int row, int chunk) const {
     return ptx::shared_address(data) + 16 * chunk_index(row, chunk);
   }
 
   // A lane's place in the tile, from which constant steps away are cheap: a step of rows is a
-  // multiple of 16 and a step of chunks meets no carry (the place's chunk is below the step's
+  // multiple of 8 and a step of chunks meets no carry (the place's chunk is below the step's
   // lowest bit, or above its highest), so that it commutes with the exclusive-or.
   struct Place {
     uint32_t row;    // address of the row's first chunk

@@ -124,7 +124,19 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
     }
     general(Arithmetic{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
   } else if constexpr (sizeof(Element) == 4) {
-    general(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
+    using Arithmetic = SplitTensorCores<Side::left>;
+    if (is_short_fp32(p)) return general(MultiplyAdds<Element>{}, Width<kShortFp32>{});
+    if (has_plain_fp32_tiles(p)) {
+      launch_row_terms<Element, PlainFp32Scores>(scope, a);
+      return with_width(
+          p,
+          [&](auto width) {
+            launch_gradients<BackwardTilesOf<Arithmetic, width.value, ScoreKind::plain>,
+                             PlainFp32Scores>(scope, a, workspace);
+          },
+          Width<64>{}, Width<128>{});
+    }
+    general(Arithmetic{}, Width<64>{}, Width<128>{}, Width<512>{});
   } else {
     general(MultiplyAdds<Element>{}, Width<64>{}, Width<512>{});
   }

@@ -114,6 +114,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   prefetch_keys(first_key);
 
   const Scores terms(p, task.batch, task.head, mask);
+  // In 16 bits whoever asks for them is given general scores.
+  constexpr bool kHasMaxLogits = Scores::kGeneral || sizeof(Element) == 4;
   SoftmaxRows<Real> softmax[Tile::kFragments];
   Accumulators<Real, Tile::kFragments, Tile::kValueDim / 8> out;
   out.clear();
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
 #pragma unroll
       for (int f = 0; f < Tile::kFragments; ++f) hide(scores.value[f], position(f), shared.mask);
     }
-    if constexpr (Scores::kGeneral) {
+    if constexpr (kHasMaxLogits) {
       if (arguments.outputs.max_logits) {
 #pragma unroll
         for (int f = 0; f < Tile::kFragments; ++f) {
@@ -269,8 +271,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     }
     store(view);
   }
-  if constexpr (Scores::kGeneral) {
+  if constexpr (kHasMaxLogits) {
     if (arguments.outputs.max_logits) {
+      if constexpr (!Scores::kGeneral) max_logit *= static_cast<float>(p.scale);
       atomic_max(arguments.outputs.max_logits.as<float>().at(task.batch, task.head), max_logit);
     }
   }

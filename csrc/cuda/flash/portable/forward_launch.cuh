@@ -84,6 +84,14 @@ inline bool is_short(const AttentionProblem& p) {
   return dim <= 128 && (some_hidden ? keys <= 1024 : dim > 64 && keys <= 512);
 }
 
+// fp32 by multiply-adds, and by tensor cores with plain scores.
+inline bool is_short_fp32(const AttentionProblem& p) {
+  return std::max(p.head_dim, p.head_dim_v) <= kShortFp32;
+}
+inline bool has_plain_fp32_tiles(const AttentionProblem& p) {
+  return has_plain_scores(p) && !p.dropout && std::max(p.head_dim, p.head_dim_v) <= 128;
+}
+
 // Plain and general scores have tiles of their own: the general ones are fewer, since none is the
 // hot path of its width.
 template <class Element>
@@ -139,7 +147,27 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
     }
     general(TensorCores<Element>{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
   } else if constexpr (sizeof(Element) == 4) {
-    general(MultiplyAdds<Element>{}, Width<64>{}, Width<128>{}, Width<512>{});
+    using Arithmetic = SplitTensorCores<Side::left>;
+    if (is_short_fp32(p)) return general(MultiplyAdds<Element>{}, Width<kShortFp32>{});
+    if (has_plain_fp32_tiles(p)) {
+      if (p.sequences.max_len_q <= kFewRows) {
+        return with_width(
+            p,
+            [&](auto width) {
+              launch_forward_kernel<FewRowsTile<Arithmetic, width.value>, PlainFp32Scores>(
+                  scope, a, workspace);
+            },
+            Width<64>{}, Width<128>{});
+      }
+      return with_width(
+          p,
+          [&](auto width) {
+            launch_forward_kernel<ForwardTiles<Arithmetic, width.value, ScoreKind::plain>,
+                                  PlainFp32Scores>(scope, a, workspace);
+          },
+          Width<64>{}, Width<128>{});
+    }
+    general(Arithmetic{}, Width<64>{}, Width<128>{}, Width<512>{});
   } else {
     general(MultiplyAdds<Element>{}, Width<64>{}, Width<512>{});
   }

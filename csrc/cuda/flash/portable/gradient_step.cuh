@@ -22,7 +22,7 @@ namespace flashattn::cuda::portable {
 template <class Arithmetic_, int HeadDim, int Depth, int Slice, int Keys, int Rows, int KeyWarps,
           int ColumnWarps, int QueryWarps, int Stages, int Blocks>
 struct BackwardTile {
-  using Arithmetic = Arithmetic_;
+  using Arithmetic = typename Arithmetic_::Transposed;  // of forward's
   using Element = typename Arithmetic::Element;
   using Real = typename Arithmetic::Real;
   static constexpr int kHeadDim = HeadDim, kDepth = Depth, kSlice = Slice;
@@ -50,8 +50,10 @@ struct BackwardShared {
   SharedTile<Element, Tile::kKeys, Tile::kDepth> own[2];
   SharedTile<Element, Tile::kRows, Tile::kDepth> stream[Tile::kStages][2];
   // Columns of key, query and grad_out that are multiplied with, where not whole.
-  SharedTile<Element, Tile::kWhole ? 8 : Tile::kKeys, Tile::kSlice> own_slice;
-  SharedTile<Element, Tile::kWhole ? 8 : Tile::kRows, Tile::kSlice> stream_slice[2];
+  template <int Rows>
+  using Slice = std::conditional_t<Tile::kWhole, NoTile, SharedTile<Element, Rows, Tile::kSlice>>;
+  Slice<Tile::kKeys> own_slice;
+  Slice<Tile::kRows> stream_slice[2];
   Pairs score_gradients;
   std::conditional_t<(Tile::kColumnWarps > 1), Pairs,
                      typename Arithmetic::template Scratch<Tile::kKeys, Tile::kRows>>

@@ -3,8 +3,12 @@
 
 #include "cuda/flash/portable/gradient_step.cuh"
 #include "cuda/tile/products.cuh"
+#include "cuda/tile/split_products.cuh"
 
 namespace flashattn::cuda::portable {
+
+// Up to so many columns fp32 multiply-adds are the more exact: their chains are short (note 0014).
+inline constexpr int kShortFp32 = 32;
 
 // A block handles Rows query rows, Keys keys at a time, and ValueDim columns of value and out.
 // Where tiles of HeadDim columns do not fit into shared memory, scores are made Depth columns at a
@@ -71,9 +75,12 @@ FLASHATTN_FORWARD_16BIT(64, general, 64, 64, 64, 64, 4, 4);
 FLASHATTN_FORWARD_16BIT(128, general, 128, 128, 64, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(256, general, 256, 256, 64, 32, 4, 2);
 FLASHATTN_FORWARD_16BIT(512, general, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(MultiplyAdds<float>, 64, general, 64, 64, 64, 64, 4, 2);
-FLASHATTN_FORWARD(MultiplyAdds<float>, 128, general, 128, 128, 64, 32, 4, 2);
-FLASHATTN_FORWARD(MultiplyAdds<float>, 512, general, 64, 64, 64, 32, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 64, plain, 64, 64, 128, 64, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 128, plain, 128, 128, 128, 32, 4, 2);
+FLASHATTN_FORWARD(MultiplyAdds<float>, 32, general, 32, 32, 64, 64, 4, 3);
+FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 64, general, 64, 64, 64, 64, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 128, general, 128, 128, 64, 32, 4, 2);
+FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 512, general, 64, 64, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 64, general, 64, 64, 32, 32, 2, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 512, general, 32, 32, 32, 32, 2, 2);
 // Where rows see few keys, blocks of fewer rows balance better and waste less on the diagonal.
@@ -84,7 +91,8 @@ using ShortTile =
 inline constexpr int kFewRows = 16;
 template <class Arithmetic, int HeadDim>
 using FewRowsTile =
-    ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, kFewRows, HeadDim <= 128 ? 64 : 32, 1, 4>;
+    ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, kFewRows,
+                HeadDim * sizeof(typename Arithmetic::Element) <= 256 ? 64 : 32, 1, 4>;
 #undef FLASHATTN_FORWARD_16BIT
 #undef FLASHATTN_FORWARD
 
@@ -122,6 +130,16 @@ template <class Arithmetic, int HeadDim, Room room>
 struct BackwardTiles<Arithmetic, HeadDim, ScoreKind::dropped, room>
     : BackwardTiles<Arithmetic, HeadDim, ScoreKind::plain, room> {};
 
+FLASHATTN_BACKWARD(SplitTensorCores<Side::left>, 64, plain, small, 64, 64, 64, 64, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD(SplitTensorCores<Side::left>, 64, plain, medium, 64, 64, 64, 64, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD(SplitTensorCores<Side::left>, 64, plain, large, 64, 64, 64, 64, 2, 2, 2, 1, 2);
+FLASHATTN_BACKWARD(SplitTensorCores<Side::left>, 128, plain, small, 128, 128, 32, 32, 2, 2, 1, 1,
+                   1);
+FLASHATTN_BACKWARD(SplitTensorCores<Side::left>, 128, plain, medium, 128, 128, 64, 32, 2, 2, 1, 1,
+                   1);
+FLASHATTN_BACKWARD(SplitTensorCores<Side::left>, 128, plain, large, 128, 128, 64, 64, 2, 4, 2, 2,
+                   1);
+
 // The tiles that fit every GPU.
 #define FLASHATTN_BACKWARD_ANY(Arithmetic, HeadDim, ...)              \
   template <Room room>                                                \
@@ -129,9 +147,10 @@ struct BackwardTiles<Arithmetic, HeadDim, ScoreKind::dropped, room>
       : BackwardTile<Arithmetic, HeadDim, __VA_ARGS__> {}
 FLASHATTN_BACKWARD_ANY(TensorCores<float16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(TensorCores<bfloat16>, 512, 128, 128, 64, 32, 4, 1, 2, 1, 1);
-FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 64, 64, 64, 64, 32, 4, 1, 2, 1, 2);
-FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 128, 128, 128, 32, 32, 2, 2, 2, 1, 1);
-FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 512, 64, 64, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(MultiplyAdds<float>, 32, 32, 32, 64, 32, 4, 1, 2, 1, 3);
+FLASHATTN_BACKWARD_ANY(SplitTensorCores<Side::left>, 64, 64, 64, 64, 32, 2, 2, 2, 1, 2);
+FLASHATTN_BACKWARD_ANY(SplitTensorCores<Side::left>, 128, 128, 128, 32, 32, 2, 2, 2, 1, 1);
+FLASHATTN_BACKWARD_ANY(SplitTensorCores<Side::left>, 512, 64, 64, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 64, 64, 64, 32, 32, 2, 2, 2, 1, 1);
 FLASHATTN_BACKWARD_ANY(MultiplyAdds<double>, 512, 32, 32, 32, 32, 2, 2, 2, 1, 1);
 #undef FLASHATTN_BACKWARD_ANY
