@@ -124,6 +124,14 @@ def test_one_row_of_grouped_heads(heads, visible, device):
             check(flash_attention, problem, device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_of_grouped_heads(dtype, device):  # G2, X7: as in decoding
+    problem = Problem(
+        dtype=dtype, heads_q=8, heads_kv=2, len_q=1, len_k=300, head_dim=64, head_dim_v=64
+    )
+    check(flash_attention, problem, device)
+
+
 def test_head_dim_256_with_16_heads_on_2(device):  # S9: wrong by 5x elsewhere, unseen by randn
     problem = Problem(
         dtype="bf16", heads_q=16, heads_kv=2, len_q=40, len_k=40, head_dim=256, head_dim_v=256,

@@ -62,8 +62,9 @@ void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Works
 inline ForwardArguments heads_as_rows(ForwardArguments a) {
   AttentionProblem& p = a.problem;
   const int64_t group = p.group_size();
-  if (p.sequences.packed() || p.sequences.storage_q != 1 || group == 1) return a;
   ForwardOutputs& out = a.outputs;
+  if (p.sequences.packed() || p.sequences.storage_q != 1 || group == 1) return a;
+  if (out.max_logits) return a;  // one of each head
   for (UntypedView4* view : {&p.query, &out.out, &out.lse, &out.out_low, &out.lse_low}) {
     view->size[1] = p.heads_kv;
     view->size[2] = group;
