@@ -125,7 +125,7 @@ def test_one_row_of_grouped_heads(heads, visible, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_of_grouped_heads(dtype, device):  # G2, X7: as in decoding
+def test_one_row_in_every_dtype(dtype, device):  # G2: decoding, with grouped heads
     problem = Problem(
         dtype=dtype, heads_q=8, heads_kv=2, len_q=1, len_k=300, head_dim=64, head_dim_v=64
     )
