@@ -167,6 +167,15 @@ def test_large_logits_of_wide_heads(head_dim, factor, op, device):
     check_call(op, [tensor * factor for tensor in tensors[:2]] + [tensors[2]], {})
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 128])
+def test_logits_of_1e10(head_dim, op, device):  # N13: of any finite size
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "len_q": 65, "len_k": 70}
+    tensors, _ = build(small(**sizes), device)
+    tensors = [tensor * 1e5 for tensor in tensors[:2]] + [tensors[2]]
+    results, _ = check_call(op, tensors, {}, backward=False)
+    assert torch.isfinite(results.out).all() and torch.isfinite(results.lse).all()
+
+
 @pytest.mark.parametrize("shift", [-5e4, -1000.0, -200.0, -122.0, -113.0, -89.0, 89.0, 200.0, 5e4])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
 def test_lse_far_from_zero(dtype, shift, op, device):  # N5, N10, N11, N13: no exp(-lse) anywhere
