@@ -82,9 +82,10 @@ def flash_attention(
         sinks: floating (heads_q): a logit that takes its share of every row's softmax and attends
             to nothing.
         deterministic: bitwise reproducible gradients (results always are, and on the CPU gradients
-            too). On CUDA backward adds up the gradient of query in any order, unless this is True:
-            then blocks take turns, which takes longer but no more memory. None: as
-            `torch.are_deterministic_algorithms_enabled()` says when backward runs.
+            too). On CUDA backward adds up the gradient of query, and that of a mask broadcast over
+            batch or heads, in any order, unless this is True: then blocks take turns, which takes
+            longer but no more memory. None: as `torch.are_deterministic_algorithms_enabled()` says
+            when backward runs.
         rng_state: int64 (2), the dropout state (:func:`flashattn_ext.reserve_rng`); None: drawn
             here.
         return_lse: also return the natural logarithm of each row's sum of exp(score), sinks

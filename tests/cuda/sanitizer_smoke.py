@@ -115,7 +115,16 @@ FLASH = (
     (1, 1, 20, 40, 300, 33),
     (2, 1, 3, 2000, 64, 64),
     (3, 1, 9, 31, 7, 5),
+    (2, 2, 70, 144, 128, 128),
 )
+
+
+def masks(len_q, len_k, heads, dtype):
+    """Those that kernels load as they lie in memory, where len_k allows it, with gradients in
+    either way, and one that hides whole tiles."""
+    yield torch.randn(2, heads, len_q, len_k, device="cuda", dtype=dtype)
+    yield torch.randn(heads, len_q, len_k, device="cuda", dtype=dtype)
+    yield torch.ones(len_q, len_k, device="cuda", dtype=torch.bool).triu(len_k // 2)
 
 
 def flash(dtype):
@@ -123,7 +132,8 @@ def flash(dtype):
         len_q, len_k = sizes[2:4]
         query, key, value, every = problem(dtype, *sizes)
         causal = {"causal": True, "alignment": "top_left", "deterministic": True}
-        for options in ({}, causal, every):
+        masked = ({"attn_mask": mask} for mask in masks(len_q, len_k, sizes[0], dtype))
+        for options in ({}, causal, every, *masked):
             leaves = differentiated(query, key, value, *options.values())
             out = flashattn_ext.flash_attention(query, key, value, **options)
             torch.autograd.grad(out.sum(), leaves)

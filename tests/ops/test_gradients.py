@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from checks import (
@@ -123,6 +125,20 @@ def test_mask_gradient_over_several_tiles(shape, op, device):  # M4
         len_q=140, len_k=600, key_lengths=(100, 7), causal=True, alignment="top_left",
     )  # fmt: skip
     check(op, problem, device)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", ["bhqk", "1hqk", "b1qk", "11qk", "qk", "bh1k", "111k"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_mask_gradient_without_other_terms(head_dim, shape, deterministic, device):  # M4
+    op = functools.partial(DENSE_OPS["flash"], deterministic=deterministic)
+    for dtype, mask in (("bf16", "float"), ("fp16", "float_rows"), ("bf16", "fp32")):
+        problem = Problem(
+            dtype=dtype, batch=3, heads_q=4, heads_kv=2, len_q=90, len_k=136, head_dim=head_dim,
+            head_dim_v=head_dim, mask=mask, mask_shape=shape, causal=True, alignment="bottom_right",
+        )  # fmt: skip
+        tensors, options = build(problem, device)
+        check_call(op, tensors, options)
 
 
 def test_mask_gradient_of_an_expanded_mask_is_not_reduced(op, device):  # M4, L2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import formula
 import pytest
 import torch
-from checks import DENSE_OPS, check, check_call, flash_attention, run
+from checks import DENSE_OPS, check, check_call, flash_attention, random_upstream, run
+from layouts import EXPANSIONS, LAYOUTS, lay_out
 from problems import MASK_SHAPES, Problem, build
 from tolerances import assert_close
 
@@ -223,3 +226,73 @@ def test_mask_views_are_read_in_place(op, device):  # L1, L6, L7, M2
     for view in views.values():
         check_call(op, tensors, {"attn_mask": view})
         check_call(op, tensors, {"attn_mask": view > 0})
+
+
+def without_max_logits(query, key, value, **options):
+    out, lse = flashattn_ext.flash_attention(query, key, value, return_lse=True, **options)
+    return formula.Results(out, lse, None, None)
+
+
+def whole_chunks(**options):
+    """A problem whose mask's rows are whole 16-byte chunks, longer than a tile each way.
+
+    CUDA has kernels of their own for such a mask, where it is the only term and nobody asks for the
+    largest logits.
+    """
+    return small(**{"dtype": "bf16", "len_q": 150, "len_k": 208, **options})
+
+
+@pytest.mark.parametrize("head_dim", [40, 128, 200])
+@pytest.mark.parametrize("kind", ["bool", "float", "bool_rows", "float_rows", "finfo_min_rows"])
+@pytest.mark.parametrize("flags", [
+    {},
+    {"causal": True, "alignment": "bottom_right"},
+    {"key_lengths": (96, 16)},
+], ids=lambda flags: "+".join(flags) or "none")  # fmt: skip
+def test_masks_of_whole_chunks(flags, kind, head_dim, device):  # M1, M2, N1, N4
+    dtype = "fp16" if head_dim == 40 else "bf16"
+    for shape in ("bhqk", "1hqk", "11qk", "b11k"):
+        problem = whole_chunks(
+            dtype=dtype,
+            mask=kind,
+            mask_shape=shape,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            **flags,
+        )
+        tensors, options = build(problem, device)
+        results, _ = check_call(without_max_logits, tensors, options)
+        if device == "cuda":  # the same bits from the kernels that take every option
+            again = run(flash_attention, tensors, options)[0]
+            assert torch.equal(results.out, again.out) and torch.equal(results.lse, again.lse)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hidden_tiles(head_dim, dtype, deterministic, device):  # documents, and rows without keys
+    problem = small(dtype=dtype, heads_q=2, len_q=350, len_k=416, head_dim=head_dim)
+    tensors, _ = build(problem, device)
+    document = torch.tensor([0] * 130 + [1] * 64 + [2] * 140 + [3] * 82, device=device)
+    mask = document[:350, None] == document[None]
+    mask[192:300] = False
+    op = functools.partial(without_max_logits, deterministic=deterministic)
+    terms = torch.zeros(350, 416, device=device).masked_fill(~mask, -INFINITY)
+    for attn_mask in (mask, terms.to(tensors[0].dtype), terms):
+        results, _ = check_call(op, tensors, {"attn_mask": attn_mask})
+        assert not results.out[:, :, 192:300].count_nonzero()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:] + EXPANSIONS)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_layouts_of_whole_chunks(kind, layout, device):  # the same bits, aligned or not
+    tensors, options = build(whole_chunks(mask=kind, head_dim=64), device)
+    mask = lay_out(options["attn_mask"], layout)
+    upstream = random_upstream(tensors, packed=False)
+    op = functools.partial(without_max_logits, deterministic=True)
+    (got, gradients), (expected, plain) = (
+        run(op, tensors, {"attn_mask": m}, upstream) for m in (mask, mask.contiguous())
+    )
+    assert torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, plain[name]), name

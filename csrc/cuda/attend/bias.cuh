@@ -33,16 +33,14 @@ __device__ __forceinline__ Real bias_term(Element element) {
   return convert<Real>(element);
 }
 
-// Called by all `Threads` of a block, then a barrier. Returns whether this thread met a pair that
-// is not hidden.
+// Called by all `Threads` of a block, then a barrier.
 template <int Threads, class Element, class Real, int Rows, int Keys>
-__device__ bool fill_bias_typed(SharedTile<Real, Rows, Keys>& tile, int first_row, int first_key,
+__device__ void fill_bias_typed(SharedTile<Real, Rows, Keys>& tile, int first_row, int first_key,
                                 const BiasSource& from) {
   constexpr int kPiece = 8;
   struct alignas(kPiece * sizeof(Element) < 16 ? kPiece * sizeof(Element) : 16) Piece {
     Element element[kPiece];
   };
-  bool visible = false;
 #pragma unroll 2
   for (int i = threadIdx.x; i < Rows * Keys / kPiece; i += Threads) {
     const int r = i / (Keys / kPiece), k = i % (Keys / kPiece) * kPiece;
@@ -70,18 +68,14 @@ __device__ bool fill_bias_typed(SharedTile<Real, Rows, Keys>& tile, int first_ro
     for (int c = 0; c < kPiece / kChunk; ++c) {
       Chunk chunk;
 #pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        chunk.value[e] = term[c * kChunk + e];
-        visible = visible || chunk.value[e] != kNegativeInfinity<Real>;
-      }
+      for (int e = 0; e < kChunk; ++e) chunk.value[e] = term[c * kChunk + e];
       *reinterpret_cast<Chunk*>(tile.chunk_at(r, k / kChunk + c)) = chunk;
     }
   }
-  return visible;
 }
 
 template <int Threads, class Real, int Rows, int Keys>
-__device__ __forceinline__ bool fill_bias(SharedTile<Real, Rows, Keys>& tile, int row, int key,
+__device__ __forceinline__ void fill_bias(SharedTile<Real, Rows, Keys>& tile, int row, int key,
                                           const BiasSource& from) {
   switch (from.dtype) {
     case DType::boolean: return fill_bias_typed<Threads, bool>(tile, row, key, from);
@@ -90,7 +84,6 @@ __device__ __forceinline__ bool fill_bias(SharedTile<Real, Rows, Keys>& tile, in
     case DType::float32: return fill_bias_typed<Threads, float>(tile, row, key, from);
     case DType::float64: return fill_bias_typed<Threads, double>(tile, row, key, from);
   }
-  return true;
 }
 
 }  // namespace flashattn::cuda

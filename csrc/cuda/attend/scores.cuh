@@ -101,10 +101,12 @@ struct BiasView {
   }
 };
 struct NoTile {};
+template <class Element, int Rows, int Keys>
+class MaskTile;  // mask_tile.cuh
 
-// Whether scores are a positive multiple of the dot product, with dropout or without, or have other
-// terms too.
-enum class ScoreKind { plain, dropped, general };
+// Whether scores are a positive multiple of the dot product, with dropout or without, have
+// attn_mask added, or have other terms too.
+enum class ScoreKind { plain, dropped, masked, general };
 
 // Scores are dot products times a positive scale, which the exponential applies: nothing to do.
 // References are whole numbers in units of log2, so that a score's distance from one is rounded
@@ -112,7 +114,7 @@ enum class ScoreKind { plain, dropped, general };
 // is made and used, since the scores that count are close to it.
 struct PlainScores {
   using Real = float;
-  static constexpr bool kGeneral = false, kDropout = false;
+  static constexpr bool kGeneral = false, kMasked = false, kDropout = false;
   template <int Rows, int Keys>
   using Bias = NoTile;
   float scale, scale_log2;
@@ -206,33 +208,14 @@ struct DroppedPlainScores : PlainScores {
   __device__ static bool drops(const AttentionProblem&) { return true; }
 };
 
-// Every term of the formula, in its order. Scores come out in natural units.
+// Scores that other terms are added to are in natural units.
 template <class Real_>
-class GeneralScores {
- public:
+struct NaturalScores {
   using Real = Real_;
-  static constexpr bool kGeneral = true, kDropout = true;
-  template <int Rows, int Keys>
-  using Bias = SharedTile<Real, Rows, Keys>;
   Real scale;
 
-  __device__ explicit GeneralScores(const AttentionProblem& p)
-      : scale(static_cast<Real>(p.scale)), softcap_{static_cast<Real>(p.softcap)} {}
-  __device__ GeneralScores(const AttentionProblem& p, int batch, int head, const TileMask& mask)
-      : scale(static_cast<Real>(p.scale)),
-        softcap_{static_cast<Real>(p.softcap)},
-        shift_(mask.shift),
-        has_bias_(p.attn_mask),
-        has_alibi_(p.alibi_slopes) {
-    if (has_alibi_) slope_ = *p.alibi_slopes.as<const Real>().at(batch, head);
-  }
-
-  __device__ static bool drops(const AttentionProblem& p) { return static_cast<bool>(p.dropout); }
-
-  // A sink starts the running maximum.
-  __device__ static Real initial_max(const AttentionProblem& p, int head) {
-    return p.sinks ? *p.sinks.as<const Real>().at(0, head) : kNegativeInfinity<Real>;
-  }
+  __device__ explicit NaturalScores(const AttentionProblem& p)
+      : scale(static_cast<Real>(p.scale)) {}
 
   // The subtraction comes first: a score of finfo.min times log2(e) would overflow.
   __device__ Real reference_for(Real max) const { return max; }
@@ -247,6 +230,52 @@ class GeneralScores {
   __device__ LogSumExp<Real> split(LogSumExp<Real> lse) const { return lse; }
   __device__ Real probability(Real score, LogSumExp<Real> lse) const {
     return power_of_two(((score - lse.high) - lse.low) * kLog2E<Real>);
+  }
+};
+
+// Dot products with attn_mask, which is bool or of the operands' dtype, and no other term.
+template <class Element>
+struct MaskedScores : NaturalScores<float> {
+  static constexpr bool kGeneral = false, kMasked = true, kDropout = false;
+  template <int Rows, int Keys>
+  using Bias = MaskTile<Element, Rows, Keys>;
+
+  __device__ MaskedScores(const AttentionProblem& p, int, int, const TileMask&)
+      : NaturalScores(p) {}
+
+  __device__ static bool drops(const AttentionProblem&) { return false; }
+
+  __device__ static float initial_max(const AttentionProblem&, int) {
+    return kNegativeInfinity<float>;
+  }
+};
+
+// Every term of the formula, in its order.
+template <class Real_>
+class GeneralScores : public NaturalScores<Real_> {
+ public:
+  using Real = Real_;
+  using NaturalScores<Real>::scale;
+  static constexpr bool kGeneral = true, kMasked = false, kDropout = true;
+  template <int Rows, int Keys>
+  using Bias = SharedTile<Real, Rows, Keys>;
+
+  __device__ explicit GeneralScores(const AttentionProblem& p)
+      : NaturalScores<Real>(p), softcap_{static_cast<Real>(p.softcap)} {}
+  __device__ GeneralScores(const AttentionProblem& p, int batch, int head, const TileMask& mask)
+      : NaturalScores<Real>(p),
+        softcap_{static_cast<Real>(p.softcap)},
+        shift_(mask.shift),
+        has_bias_(p.attn_mask),
+        has_alibi_(p.alibi_slopes) {
+    if (has_alibi_) slope_ = *p.alibi_slopes.as<const Real>().at(batch, head);
+  }
+
+  __device__ static bool drops(const AttentionProblem& p) { return static_cast<bool>(p.dropout); }
+
+  // A sink starts the running maximum.
+  __device__ static Real initial_max(const AttentionProblem& p, int head) {
+    return p.sinks ? *p.sinks.as<const Real>().at(0, head) : kNegativeInfinity<Real>;
   }
 
   // From dot products to scores. `on_slope(block, element, slope)` gets d (capped score) / d

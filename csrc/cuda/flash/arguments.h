@@ -3,6 +3,7 @@
 
 #include "core/problem.h"
 #include "core/tile_schedule.h"
+#include "cuda/attend/mask_summary.cuh"
 
 namespace flashattn::cuda {
 
@@ -10,6 +11,7 @@ namespace flashattn::cuda {
 struct Chunked {
   bool query = false, key = false, value = false, out = false, grad_out = false;
   bool grad_query = false, grad_key = false, grad_value = false;
+  bool mask = false;  // attn_mask
   bool bias = false;  // eight neighbouring keys of attn_mask are one aligned piece
 };
 
@@ -24,6 +26,7 @@ struct ForwardArguments {
   AttentionProblem problem;
   ForwardOutputs outputs;
   Chunked chunked;
+  MaskSummary mask_summary;
   int row_tile = 0;     // rows per block
   int value_tile = 0;   // value columns per block
   int parts = 0;        // row tiles of the longest sequence, or of all packed sequences
@@ -87,11 +90,17 @@ struct PaddedRows {
   }
 };
 
+// What the backward kernel does for the gradient of attn_mask: leave it to a kernel of its own,
+// store the score gradients, or, where several are summed, add them.
+enum class MaskGradient : uint8_t { elsewhere, stored, added };
+
 struct BackwardArguments {
   AttentionProblem problem;
   BackwardInputs inputs;
   BackwardOutputs outputs;
   Chunked chunked;
+  MaskSummary mask_summary;
+  MaskGradient mask_gradient = MaskGradient::elsewhere;
   bool deterministic = false;
   int row_parts = 0;  // row tiles of the longest sequence, by the kernel's tile
   int key_parts = 0;  // key tiles of the longest sequence, or of all packed sequences

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/flash/mask_summary.h"
 #include "cuda/flash/portable/launch.h"
 
 namespace flashattn::cuda {
@@ -21,11 +22,22 @@ Chunked chunked_of(const AttentionProblem& p) {
   chunked.key = is_chunked(p.key, p.dtype);
   chunked.value = is_chunked(p.value, p.dtype);
   if (p.attn_mask) {
+    chunked.mask = is_chunked(p.attn_mask.view, p.attn_mask.dtype);
     constexpr int kPiece = 8;  // see attend/bias.cuh
     const int size = size_of(p.attn_mask.dtype);
     chunked.bias = cuda::is_chunked(p.attn_mask.view, size, kPiece, std::min(kPiece * size, 16));
   }
   return chunked;
+}
+
+// Finds out what the mask hides, before the kernels.
+MaskSummary summary_of(const OpScope& scope, const AttentionProblem& p, bool chunked,
+                       const Workspace& workspace) {
+  if (!p.attn_mask) return {};
+  MaskSummary summary(p.attn_mask);
+  summary.cells = static_cast<uint8_t*>(workspace(MaskSummary::count(p.attn_mask)));
+  summarise_mask(scope, p.attn_mask, chunked, summary);
+  return summary;
 }
 
 // The kernels count positions inside a sequence in 32 bits, with room for windows around them.
@@ -50,6 +62,7 @@ void flash_forward(const AttentionProblem& problem, const ForwardOutputs& output
   arguments.chunked = chunked_of(problem);
   arguments.chunked.out = is_chunked(outputs.out, problem.dtype) &&
                           (!outputs.out_low || is_chunked(outputs.out_low, problem.dtype));
+  arguments.mask_summary = summary_of(scope, problem, arguments.chunked.mask, workspace);
   with_element(problem.dtype, [&](auto element) {
     portable::launch_forward<decltype(element)>(scope, arguments, workspace);
   });
@@ -73,6 +86,8 @@ void flash_backward(const AttentionProblem& problem, const BackwardInputs& input
   chunked.grad_query = outputs.grad_query && is_chunked(outputs.grad_query, problem.dtype);
   chunked.grad_key = outputs.grad_key && is_chunked(outputs.grad_key, problem.dtype);
   chunked.grad_value = outputs.grad_value && is_chunked(outputs.grad_value, problem.dtype);
+
+  arguments.mask_summary = summary_of(scope, problem, chunked.mask, workspace);
 
   // The row terms, and a part of the sinks' gradient of every row tile.
   arguments.padded = PaddedRows::of(problem);

@@ -68,6 +68,18 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_
                : "r"(shared_address));
 }
 
+// Two matrices: lanes 0 to 15 give the addresses.
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t shared_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address));
+}
+__device__ __forceinline__ void ldmatrix_x2_transposed(uint32_t (&r)[2], uint32_t shared_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address));
+}
+
 // Two floats, rounded to nearest even, as neighbouring elements; `low` has the lower address.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);

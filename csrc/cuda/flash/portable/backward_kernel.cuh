@@ -109,19 +109,45 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       load_tile<Tile::kThreads>(shared.stream_slice[1], grad_out(head, row, slice));
     }
     load_row_terms<Tile>(shared, stage, a, a.padded.begin(p, sequence, batch, head) + row);
+    if constexpr (Terms::kMasked) {
+      shared.bias[stage].template load<Tile::kThreads>(p.attn_mask, batch, head, row, keys.begin,
+                                                       len_q - row, keys.size());
+    }
     ptx::cp_async_commit();
   };
 
   int head = kv_head * group, row = first_row, stage = 0, parity = 0;
   const int heads_end = seen_by.empty() ? head : head + group;
+  const auto summary_of = [&](int head, int row) {
+    return a.mask_summary.of_tile<Tile::kRows, Tile::kKeys>(batch, head, row, keys.begin);
+  };
+  const auto go_on = [&](int& head, int& row) {
+    row += Tile::kRows;
+    if (row < seen_by.end) return;
+    row = first_row;
+    ++head;
+  };
+  // From rows to the first that attn_mask lets see any of the keys. Turns are taken by all.
+  const auto skip_hidden = [&](int& head, int& row) {
+    if constexpr (Terms::kGeneral || Terms::kMasked) {
+      while (!a.deterministic && head < heads_end &&
+             !(summary_of(head, row) & MaskSummary::kSomeVisible)) {
+        go_on(head, row);
+      }
+    }
+  };
+  skip_hidden(head, row);
   if (head < heads_end) load_rows(0, head, row);
   fill_dropout<Tile, Terms>(shared, 0, p, batch, head, row, keys.begin);
 #pragma unroll 1
   while (head < heads_end) {
-    const bool last_of_head = row + Tile::kRows >= seen_by.end;
-    const int next_head = last_of_head ? head + 1 : head;
-    const int next_row = last_of_head ? first_row : row + Tile::kRows;
+    int next_head = head, next_row = row;
+    go_on(next_head, next_row);
+    skip_hidden(next_head, next_row);
     ptx::cp_async_wait<0>();
+    if constexpr (Terms::kMasked) {
+      shared.bias[stage].template interleave<Tile::kThreads>(p.attn_mask);
+    }
     __syncthreads();  // the rows are here, and everybody is done with those before
     if (Tile::kStages > 1 && next_head < heads_end) load_rows(stage ^ 1, next_head, next_row);
 
@@ -133,8 +159,11 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
         row / Tile::kRows;
     const int my_turn =
         (mask.keys_for({row, min(row + Tile::kRows, len_q)}).end - 1) / Tile::kKeys - part;
-    const bool visible =
-        fill_general_terms<Tile, Terms>(shared, a, batch, head, row, keys.begin, len_q, len_k);
+    fill_general_terms<Tile, Terms>(shared, a, batch, head, row, keys.begin, len_q, len_k);
+    const uint32_t tile_summary = Terms::kMasked || (Terms::kGeneral && a.deterministic)
+                                      ? summary_of(head, row)
+                                      : uint32_t{MaskSummary::kSomeVisible};
+    const bool visible = tile_summary & MaskSummary::kSomeVisible;
     const auto decide_dropout = [&] {
       fill_dropout<Tile, Terms>(shared, parity ^ 1, p, batch, next_head, next_row, keys.begin);
     };
@@ -154,9 +183,15 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       const bool hidden_pairs =
           !mask.all_visible({row, row + Tile::kRows}, {keys.begin, keys.begin + Tile::kKeys});
       const Terms terms(p, batch, head, mask);
-      gradient_step<Tile, GradientOf::dot_product>(p, terms, shared, stage, parity, keys.begin, row,
-                                                   warp_key, warp_row, hidden_pairs, dots, grads,
-                                                   lane);
+      gradient_step<Tile, GradientOf::dot_product>(a, terms, shared, stage, parity, tile_summary,
+                                                   keys.begin, row, warp_key, warp_row,
+                                                   hidden_pairs, dots, grads, lane);
+      if constexpr (Terms::kGeneral || Terms::kMasked) {
+        if (a.mask_gradient != MaskGradient::elsewhere && slice == 0) {
+          const KeyPosition at{keys.begin + warp_key + lane / 4, row + warp_row + 2 * (lane % 4)};
+          write_mask_gradient(a, batch, head, at, len_q, len_k, grads);
+        }
+      }
 
       const auto& query_tile = [&]() -> const auto& {
         if constexpr (Tile::kWhole)

@@ -82,15 +82,31 @@ void launch_score_sums(const OpScope& scope, const BackwardArguments& a, const U
          flash_score_sums_kernel<Tile>, a, sums);
 }
 
-template <class Arithmetic, int HeadDim>
-void launch_general_gradients(const OpScope& scope, const BackwardArguments& a,
-                              const Workspace& workspace) {
-  using Tiles = BackwardTilesOf<Arithmetic, HeadDim, ScoreKind::general>;
+// The backward kernel can write the gradient of a mask that has all rows and keys. Where the mask
+// is broadcast over batch or heads, it adds in any order.
+inline MaskGradient mask_gradient_of(const BackwardArguments& a) {
+  const AttentionProblem& p = a.problem;
+  const UntypedView4& to = a.outputs.grad_mask;
+  if (!to || p.softcap > 0) return MaskGradient::elsewhere;
+  const bool all_pairs = to.size[2] == p.sequences.storage_q && to.size[3] == p.sequences.storage_k;
+  const bool all_heads = to.size[0] == p.sequences.count && to.size[1] == p.heads_q;
+  if (!all_pairs || (a.deterministic && !all_heads)) return MaskGradient::elsewhere;
+  return all_heads ? MaskGradient::stored : MaskGradient::added;
+}
+
+// Where other terms are added to the scores, these may have gradients too.
+template <class Arithmetic, int HeadDim, class Terms>
+void launch_all_gradients(const OpScope& scope, BackwardArguments a, const Workspace& workspace) {
   const BackwardOutputs& out = a.outputs;
-  if (out.grad_query || out.grad_key || out.grad_value) {
-    launch_gradients<Tiles, GeneralScores<typename Arithmetic::Real>>(scope, a, workspace);
+  a.mask_gradient = mask_gradient_of(a);
+  const bool with_mask = a.mask_gradient != MaskGradient::elsewhere;
+  if (out.grad_query || out.grad_key || out.grad_value || with_mask) {
+    launch_gradients<BackwardTilesOf<Arithmetic, HeadDim, ScoreKind::general>, Terms>(scope, a,
+                                                                                      workspace);
   }
-  launch_score_sums<ScoreSumsTile<Arithmetic, HeadDim>>(scope, a, out.grad_mask, false);
+  if (!with_mask) {
+    launch_score_sums<ScoreSumsTile<Arithmetic, HeadDim>>(scope, a, out.grad_mask, false);
+  }
   launch_score_sums<ScoreSumsTile<Arithmetic, HeadDim>>(scope, a, out.grad_alibi, true);
 }
 
@@ -102,7 +118,10 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
     launch_row_terms<Element, GeneralScores<typename Arithmetic::Real>>(scope, a);
     with_width(
         p,
-        [&](auto width) { launch_general_gradients<Arithmetic, width.value>(scope, a, workspace); },
+        [&](auto width) {
+          launch_all_gradients<Arithmetic, width.value, GeneralScores<typename Arithmetic::Real>>(
+              scope, a, workspace);
+        },
         widths...);
   };
   if constexpr (sizeof(Element) == 2) {
@@ -119,6 +138,16 @@ void launch_backward(const OpScope& scope, const BackwardArguments& a, const Wor
               launch_gradients<BackwardTilesOf<Arithmetic, width.value, ScoreKind::plain>,
                                PlainScores>(scope, a, workspace);
             }
+          },
+          Width<64>{}, Width<128>{}, Width<256>{});
+    }
+    if (has_masked_scores(p, a.chunked) && std::max(p.head_dim, p.head_dim_v) <= 256) {
+      launch_row_terms<Element, GeneralScores<float>>(scope, a);
+      return with_width(
+          p,
+          [&](auto width) {
+            launch_all_gradients<Arithmetic, width.value, MaskedScores<Element>>(scope, a,
+                                                                                 workspace);
           },
           Width<64>{}, Width<128>{}, Width<256>{});
     }

@@ -10,6 +10,7 @@
 
 #include "cuda/attend/bias.cuh"
 #include "cuda/attend/dropout.cuh"
+#include "cuda/attend/mask_tile.cuh"
 #include "cuda/attend/max_logits.cuh"
 #include "cuda/attend/softmax_step.cuh"
 #include "cuda/flash/arguments.h"
@@ -97,11 +98,29 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
                          key.stride[3], seen.end - from, head_dim - column, arguments.chunked.key});
     ptx::cp_async_commit();
   };
+  const MaskSummary& summary = arguments.mask_summary;
+  // What attn_mask holds of a key tile, and the first key tile from one on that it leaves something
+  // of.
+  const auto summary_of = [&](int from) {
+    return summary.of_tile<Tile::kRows, Tile::kKeys>(task.batch, task.head, rows.begin, from);
+  };
+  const auto first_visible = [&](int from) {
+    if constexpr (Scores::kGeneral || Scores::kMasked) {
+      while (from < seen.end && !(summary_of(from) & MaskSummary::kSomeVisible)) {
+        from += Tile::kKeys;
+      }
+    }
+    return from;
+  };
   const auto load_values = [&](int from) {
     load_tile<Tile::kThreads>(
         shared.values, GlobalMatrix<Element>{head_values + from * value.stride[2], value.stride[2],
                                              value.stride[3], seen.end - from, value_columns,
                                              arguments.chunked.value});
+    if constexpr (Scores::kMasked) {
+      shared.bias.template load<Tile::kThreads>(p.attn_mask, task.batch, task.head, rows.begin,
+                                                from, rows.size(), seen.end - from);
+    }
     ptx::cp_async_commit();
   };
 
@@ -109,6 +128,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     if (Tile::kWhole && from < seen.end) load_keys(from, 0);
   };
 
+  first_key = first_visible(first_key);
   if (Tile::kWhole) load_query(0);
   ptx::cp_async_commit();
   prefetch_keys(first_key);
@@ -126,7 +146,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   float max_logit = kNegativeInfinity<float>;
 
 #pragma unroll 1
-  for (int first = first_key; first < seen.end; first += Tile::kKeys) {
+  for (int first = first_key, next; first < seen.end; first = next) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the keys are here, and everybody is done with the values before
     load_values(first);
@@ -134,11 +154,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       if (p.attn_mask) {
         const BiasSource source(p.attn_mask, arguments.chunked.bias, task.batch, task.head, len_q,
                                 len_k);
-        const bool visible = fill_bias<Tile::kThreads>(shared.bias, rows.begin, first, source);
-        if (!__syncthreads_or(visible)) {  // nobody sees anything here
-          prefetch_keys(first + Tile::kKeys);
-          continue;
-        }
+        fill_bias<Tile::kThreads>(shared.bias, rows.begin, first, source);
       }
     }
     Accumulators<Real, Tile::kFragments, Tile::kKeys / 8> scores;
@@ -160,8 +176,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       }
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();  // the values are here, and everybody is done with the keys
-    prefetch_keys(first + Tile::kKeys);
+    if constexpr (Scores::kMasked) shared.bias.template interleave<Tile::kThreads>(p.attn_mask);
+    __syncthreads();  // values and mask are here, and everybody is done with the keys
+    next = first_visible(first + Tile::kKeys);
+    prefetch_keys(next);
 
     // Keys past the sequence's end are hidden too, so a short last tile is never all visible.
     const bool hidden_pairs = first < all_see.begin || first + Tile::kKeys > all_see.end;
@@ -169,10 +187,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       return RowPosition{rows.begin + warp_row + 16 * f + lane / 4, first + 2 * (lane % 4)};
     };
     if constexpr (Scores::kGeneral) {
-      const BiasView<decltype(shared.bias)> bias{shared.bias, rows.begin, first};
+      const BiasView bias{shared.bias, rows.begin, first};
 #pragma unroll
       for (int f = 0; f < Tile::kFragments; ++f) {
         terms.apply(scores.value[f], position(f), bias, [](int, int, Real) {});
+      }
+    } else if constexpr (Scores::kMasked) {
+      const uint32_t tile_summary = summary_of(first);
+#pragma unroll
+      for (int f = 0; f < Tile::kFragments; ++f) {
+        shared.bias.apply(scores.value[f], RowPosition{warp_row + 16 * f, 0}, terms.scale,
+                          p.attn_mask.dtype, tile_summary);
       }
     }
     if (hidden_pairs) {

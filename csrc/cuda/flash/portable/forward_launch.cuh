@@ -146,6 +146,17 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
           },
           Width<64>{}, Width<96>{}, Width<128>{}, Width<192>{}, Width<256>{});
     }
+    if (has_masked_scores(p, a.chunked) && !a.outputs.max_logits &&
+        std::max(p.head_dim, p.head_dim_v) <= 256) {
+      return with_width(
+          p,
+          [&](auto width) {
+            launch_forward_kernel<
+                ForwardTiles<TensorCores<Element>, width.value, ScoreKind::masked>,
+                MaskedScores<Element>>(scope, a, workspace);
+          },
+          Width<64>{}, Width<128>{}, Width<256>{});
+    }
     general(TensorCores<Element>{}, Width<64>{}, Width<128>{}, Width<256>{}, Width<512>{});
   } else if constexpr (sizeof(Element) == 4) {
     using Arithmetic = SplitTensorCores<Side::left>;

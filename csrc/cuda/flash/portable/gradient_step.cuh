@@ -6,6 +6,7 @@
 
 #include "cuda/attend/bias.cuh"
 #include "cuda/attend/dropout.cuh"
+#include "cuda/attend/mask_tile.cuh"
 #include "cuda/flash/arguments.h"
 #include "cuda/tile/load_tile.cuh"
 #include "cuda/tile/products.cuh"
@@ -61,7 +62,7 @@ struct BackwardShared {
   struct alignas(16) RowTerms {
     Real lse_high[Tile::kRows], lse_low[Tile::kRows], deltas[Tile::kRows];
   } row_terms[Tile::kStages];
-  typename Terms::template Bias<Tile::kRows, Tile::kKeys> bias;
+  typename Terms::template Bias<Tile::kRows, Tile::kKeys> bias[Terms::kMasked ? Tile::kStages : 1];
   // Of the rows now and those after them.
   std::conditional_t<Terms::kDropout, DropoutTile<Tile::kRows, Tile::kKeys>, NoTile> dropout[2];
   TileMask mask;  // seldom needed: not worth registers
@@ -133,20 +134,20 @@ __device__ __forceinline__ void fill_dropout(Shared& shared, int parity, const A
   }
 }
 
-// Fills the terms of attn_mask for the tile from (row, key) on. Returns whether any pair is left to
-// look at. Ends with a barrier if there is anything to fill.
+// Fills the terms of attn_mask for the tile from (row, key) on. Ends with a barrier if there is
+// anything to fill.
 template <class Tile, class Terms, class Shared>
-__device__ __forceinline__ bool fill_general_terms(Shared& shared, const BackwardArguments& a,
+__device__ __forceinline__ void fill_general_terms(Shared& shared, const BackwardArguments& a,
                                                    int batch, int head, int row, int key, int len_q,
                                                    int len_k) {
   const AttentionProblem& p = a.problem;
   if constexpr (Terms::kGeneral) {
     if (p.attn_mask) {
       const BiasSource source(p.attn_mask, a.chunked.bias, batch, head, len_q, len_k);
-      return __syncthreads_or(fill_bias<Tile::kThreads>(shared.bias, row, key, source));
+      fill_bias<Tile::kThreads>(shared.bias[0], row, key, source);
+      __syncthreads();
     }
   }
-  return true;
 }
 
 // By what the loss is differentiated: scaled dot products, or scores, which softcap and the terms
@@ -155,16 +156,18 @@ enum class GradientOf { dot_product, score };
 
 // From dot products and grad_out * value^T of a warp to the probabilities that dropout keeps (in
 // `dots`; what they are scaled by is left to the end) and the gradient (in `grads`).
-// The warp's fragments begin at (warp_key, warp_row) of the tile from (key, row) on.
+// The warp's fragments begin at (warp_key, warp_row) of the tile from (key, row) on, where
+// attn_mask is `tile_summary`.
 template <class Tile, GradientOf gradient_of, class Terms, class Shared, int F, int Blocks>
-__device__ __forceinline__ void gradient_step(const AttentionProblem& p, const Terms& terms,
-                                              const Shared& shared, int stage, int parity, int key,
-                                              int row, int warp_key, int warp_row,
-                                              bool hidden_pairs,
+__device__ __forceinline__ void gradient_step(const BackwardArguments& a, const Terms& terms,
+                                              const Shared& shared, int stage, int parity,
+                                              uint32_t tile_summary, int key, int row, int warp_key,
+                                              int warp_row, bool hidden_pairs,
                                               Accumulators<typename Tile::Real, F, Blocks>& dots,
                                               Accumulators<typename Tile::Real, F, Blocks>& grads,
                                               int lane) {
   using Real = typename Tile::Real;
+  const AttentionProblem& p = a.problem;
   const auto& rows = shared.row_terms[stage];
   const int first = warp_row + 2 * (lane % 4);
   const Real keep_scale = static_cast<Real>(p.dropout.keep_scale());
@@ -187,10 +190,13 @@ __device__ __forceinline__ void gradient_step(const AttentionProblem& p, const T
       for (int e = 0; e < 4; ++e) grad[b][e] -= rows.deltas[first + 8 * b + e % 2];
     }
     if constexpr (Terms::kGeneral) {
-      const BiasView<decltype(shared.bias)> bias{shared.bias, row, key};
+      const BiasView bias{shared.bias[0], row, key};
       terms.apply(dot, at, bias, [&](int b, int e, Real slope) {
         if (gradient_of == GradientOf::dot_product) grad[b][e] *= slope;
       });
+    } else if constexpr (Terms::kMasked) {
+      shared.bias[stage].apply(dot, KeyPosition{warp_key + 16 * f, warp_row}, terms.scale,
+                               p.attn_mask.dtype, tile_summary);
     }
     if (hidden_pairs) hide(dot, at, shared.mask);
 #pragma unroll

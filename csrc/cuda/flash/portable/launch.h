@@ -23,6 +23,13 @@ inline int64_t tiles_of_keys(const Sequences& s, int size) {
   return s.packed() ? packed_tiles(s.storage_k, s.count, size) : divide_up(s.storage_k, size);
 }
 
+// Whether attn_mask, which is bool or of the operands' dtype and can be loaded asynchronously, is
+// the only term added to scaled dot products.
+inline bool has_masked_scores(const AttentionProblem& p, const Chunked& chunked) {
+  return p.attn_mask && chunked.mask && p.softcap == 0 && !p.alibi_slopes && !p.sinks &&
+         !p.dropout && (p.attn_mask.dtype == DType::boolean || p.attn_mask.dtype == p.dtype);
+}
+
 template <class Element>
 void launch_forward(const OpScope& scope, const ForwardArguments& arguments,
                     const Workspace& workspace);

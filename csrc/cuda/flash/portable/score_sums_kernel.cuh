@@ -70,6 +70,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         matrix(p.key, kv_head, sequence.k_begin + key, mask.len_k - key, a.chunked.key);
     const auto values =
         matrix(p.value, kv_head, sequence.k_begin + key, mask.len_k - key, a.chunked.value);
+    const uint32_t tile_summary =
+        a.mask_summary.of_tile<Tile::kRows, Tile::kKeys>(batch, head, row, key);
+    if (!(tile_summary & MaskSummary::kSomeVisible)) return;
     __syncthreads();  // everybody is done with the tile before
     if (threadIdx.x == 0) shared.mask = mask;
     load_row_terms<Tile>(shared, 0, a, a.padded.begin(p, sequence, batch, head) + row);
@@ -83,18 +86,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (!fill_general_terms<Tile, Terms>(shared, a, batch, head, row, key, mask.len_q,
-                                         mask.len_k)) {
-      return;
-    }
+    fill_general_terms<Tile, Terms>(shared, a, batch, head, row, key, mask.len_q, mask.len_k);
     Accumulators<Real, Tile::kFragments, Tile::kWarpRows / 8> dots, grads;
     product<Tile>(dots, shared, 0, 0, static_cast<int>(p.head_dim), keys, query, warp_key, warp_row,
                   lane);
     product<Tile>(grads, shared, 0, 1, static_cast<int>(p.head_dim_v), values, grad_out, warp_key,
                   warp_row, lane);
     const Terms terms(p, batch, head, mask);
-    gradient_step<Tile, GradientOf::score>(p, terms, shared, 0, 0, key, row, warp_key, warp_row,
-                                           true, dots, grads, lane);
+    gradient_step<Tile, GradientOf::score>(a, terms, shared, 0, 0, tile_summary, key, row, warp_key,
+                                           warp_row, true, dots, grads, lane);
 #pragma unroll
     for (int f = 0; f < Tile::kFragments; ++f) {
       const KeyPosition at{key + warp_key + 16 * f + lane / 4, row + warp_row + 2 * (lane % 4)};

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "cuda/attend/scores.cuh"
+#include "cuda/flash/arguments.h"
 #include "cuda/tile/products.cuh"
 
 namespace flashattn::cuda::portable {
@@ -43,6 +45,39 @@ __device__ __forceinline__ void store_rows(
       const int row = warp_row + i / kColumns, c = i % kColumns;
       if (row < to.rows && c < to.columns) {
         to.data[row * to.row_stride + c * to.column_stride] = *staging.at(row, column + c);
+      }
+    }
+  }
+}
+
+// A warp's score gradients, keys along the fragments' rows, to the gradient of an attn_mask that
+// has all rows and keys. It is zero where nobody writes.
+template <class Real, int F, int Blocks>
+__device__ __forceinline__ void write_mask_gradient(const BackwardArguments& a, int batch, int head,
+                                                    const KeyPosition& at, int len_q, int len_k,
+                                                    const Accumulators<Real, F, Blocks>& grads) {
+  const auto to = a.outputs.grad_mask.as<Real>();
+  Real* const first = to.at(to.size[0] > 1 ? batch : 0, to.size[1] > 1 ? head : 0, at.row, at.key);
+  const bool add = a.mask_gradient == MaskGradient::added;
+#pragma unroll
+  for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (at.row_of(b, e) >= len_q) continue;
+      Real* const row = first + (8 * b + e) * to.stride[2];
+#pragma unroll
+      for (int f = 0; f < F; ++f) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int key = 16 * f + 8 * half;
+          if (at.key + key >= len_k) continue;
+          const Real grad = grads.value[f][b][2 * half + e];
+          if (add) {
+            atomicAdd(row + key, grad);
+          } else {
+            row[key] = grad;
+          }
+        }
       }
     }
   }
