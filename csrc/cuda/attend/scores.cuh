@@ -168,7 +168,7 @@ struct PlainScores {
 // scaled then.
 struct PlainFp32Scores {
   using Real = float;
-  static constexpr bool kGeneral = false, kDropout = false;
+  static constexpr bool kGeneral = false, kMasked = false, kDropout = false;
   template <int Rows, int Keys>
   using Bias = NoTile;
   float scale, scale_log2;

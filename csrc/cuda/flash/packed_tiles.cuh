@@ -17,6 +17,7 @@ inline int64_t packed_tiles(int64_t total, int64_t count, int size) {
   return count == 0 ? 0 : total / size + count;
 }
 
+#if defined(__CUDACC__)
 // The last sequence whose tiles begin at `index` or before. Called by whole warps: each lane looks
 // at one of 32 candidates, so up to 32 sequences take one load.
 __device__ __forceinline__ SequenceTile sequence_tile(const IntegerList& begins, int64_t total,
@@ -36,5 +37,7 @@ __device__ __forceinline__ SequenceTile sequence_tile(const IntegerList& begins,
   }
   return {first, (index - first_tile(first)) * size};
 }
+
+#endif
 
 }  // namespace flashattn::cuda
