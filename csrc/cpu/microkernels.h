@@ -162,16 +162,12 @@ const Microkernels<Element, Operand>& microkernels();
 // Whether bfloat16 matrices are multiplied as they are.
 bool multiplies_bfloat16();
 
-// A matrix that lies as packing would lay it is an operand as it is. Only of types whose products
-// read no padding.
+// A matrix that lies as packing would lay it, in whole lines of the cache, is an operand as it is.
 template <class Element, class Operand>
-const Operand* operand_in_place(const StridedMatrix<const Element>& from, int64_t stride) {
-  if constexpr (std::is_same_v<Element, Operand> && std::is_same_v<Operand, Accumulator<Operand>>) {
-    const bool whole_lines =
-        from.columns % kColumnMultiple == 0 && reinterpret_cast<uintptr_t>(from.data) % 64 == 0;
-    if (whole_lines && from.column_stride == 1 && from.row_stride == stride) return from.data;
-  }
-  return nullptr;
+bool is_packed(const StridedMatrix<const Element>& from, int64_t stride) {
+  return from.column_stride == 1 && from.row_stride == stride &&
+         from.columns % kDepthMultiple<Operand> == 0 &&
+         reinterpret_cast<uintptr_t>(from.data) % 64 == 0;
 }
 
 // The operand that a matrix is: packed into `room`, unless it is one already.
@@ -179,7 +175,11 @@ template <class Element, class Operand>
 const Operand* left_operand(const Microkernels<Element, Operand>& kernels,
                             const StridedMatrix<const Element>& from, Operand* room,
                             int64_t stride) {
-  if (const Operand* there = operand_in_place<Element, Operand>(from, stride)) return there;
+  if constexpr (std::is_same_v<Element, Operand>) {
+    // Products of 16-bit types read rows by 16.
+    const bool whole = sizeof(Operand) > 2 || from.rows % 16 == 0;
+    if (whole && is_packed<Element, Operand>(from, stride)) return from.data;
+  }
   kernels.pack_left(from, room, stride);
   return room;
 }
@@ -187,7 +187,9 @@ template <class Element, class Operand>
 const Operand* right_operand(const Microkernels<Element, Operand>& kernels,
                              const StridedMatrix<const Element>& from, Operand* room,
                              int64_t stride) {
-  if (const Operand* there = operand_in_place<Element, Operand>(from, stride)) return there;
+  if constexpr (std::is_same_v<Element, Operand> && sizeof(Operand) > 2) {
+    if (is_packed<Element, Operand>(from, stride)) return from.data;
+  }
   kernels.pack_right(from, room, stride);
   return room;
 }
