@@ -206,7 +206,7 @@ class FewRowsKernel {
 
 bool is_for_few_rows(const AttentionProblem& problem, const ForwardOutputs& outputs) {
   constexpr int64_t kFewRows = 16, kFewQueries = 8;
-  return problem.sequences.max_len_q <= kFewQueries &&
+  return !problem.sequences.packed() && problem.sequences.max_len_q <= kFewQueries &&
          problem.group_size() * problem.sequences.max_len_q <= kFewRows &&
          problem.key.stride[3] == 1 && problem.value.stride[3] == 1 && !outputs.lse_low;
 }

@@ -41,7 +41,7 @@ def test_one_query_each_grouped_heads_and_empty_sequences(device):  # V1
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_few_rows_and_many_keys(dtype, device):  # decoding: without gradients, a kernel of its own
+def test_few_rows_and_many_keys(dtype, device):  # as in decoding, without gradients
     lengths = [(1, 1300), (3, 20), (0, 5), (5, 600), (2, 0), (1, 513)]
     for options in ({"heads_q": 4, "heads_kv": 2, "gap": 3}, {"causal": True, "window": (700, 3)}):
         more = {"dtype": dtype, "alibi": "batch", "sinks": "fp32", "dropout_p": 0.1, **options}
