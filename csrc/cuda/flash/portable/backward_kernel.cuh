@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       gradient_step<Tile, GradientOf::dot_product>(a, terms, shared, stage, parity, tile_summary,
                                                    keys.begin, row, warp_key, warp_row,
                                                    hidden_pairs, dots, grads, lane);
-      if constexpr (Terms::kGeneral || Terms::kMasked) {
-        if (a.mask_gradient != MaskGradient::elsewhere && slice == 0) {
+      if constexpr ((Terms::kGeneral || Terms::kMasked) && Tile::kWhole) {
+        if (a.mask_gradient != MaskGradient::elsewhere) {
           const KeyPosition at{keys.begin + warp_key + lane / 4, row + warp_row + 2 * (lane % 4)};
           write_mask_gradient(a, batch, head, at, len_q, len_k, grads);
         }

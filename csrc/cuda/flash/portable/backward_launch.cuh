@@ -82,12 +82,13 @@ void launch_score_sums(const OpScope& scope, const BackwardArguments& a, const U
          flash_score_sums_kernel<Tile>, a, sums);
 }
 
-// The backward kernel can write the gradient of a mask that has all rows and keys. Where the mask
-// is broadcast over batch or heads, it adds in any order.
-inline MaskGradient mask_gradient_of(const BackwardArguments& a) {
+// The backward kernel can write the gradient of a mask that has all rows and keys, where a block
+// has all columns. Where the mask is broadcast over batch or heads, it adds in any order.
+template <class Tile>
+MaskGradient mask_gradient_of(const BackwardArguments& a) {
   const AttentionProblem& p = a.problem;
   const UntypedView4& to = a.outputs.grad_mask;
-  if (!to || p.softcap > 0) return MaskGradient::elsewhere;
+  if (!to || p.softcap > 0 || !Tile::kWhole) return MaskGradient::elsewhere;
   const bool all_pairs = to.size[2] == p.sequences.storage_q && to.size[3] == p.sequences.storage_k;
   const bool all_heads = to.size[0] == p.sequences.count && to.size[1] == p.heads_q;
   if (!all_pairs || (a.deterministic && !all_heads)) return MaskGradient::elsewhere;
@@ -98,7 +99,7 @@ inline MaskGradient mask_gradient_of(const BackwardArguments& a) {
 template <class Arithmetic, int HeadDim, class Terms>
 void launch_all_gradients(const OpScope& scope, BackwardArguments a, const Workspace& workspace) {
   const BackwardOutputs& out = a.outputs;
-  a.mask_gradient = mask_gradient_of(a);
+  a.mask_gradient = mask_gradient_of<ScoreSumsTile<Arithmetic, HeadDim>>(a);
   const bool with_mask = a.mask_gradient != MaskGradient::elsewhere;
   if (out.grad_query || out.grad_key || out.grad_value || with_mask) {
     launch_gradients<BackwardTilesOf<Arithmetic, HeadDim, ScoreKind::general>, Terms>(scope, a,
