@@ -22,6 +22,12 @@ RowLimits any_alignment(RowLimits limits) {
   return limits;
 }
 
+RowLimits alike(RowLimits limits) {
+  limits.whole_chunks = false;
+  limits.alike = true;
+  return limits;
+}
+
 RowLimits without_clusters(RowLimits limits) {
   limits.cluster = 1;
   return limits;
@@ -71,6 +77,13 @@ void expect_fits(int64_t rows, int64_t length, const RowLimits& limits) {
       EXPECT_GE(int64_t{plan.capacity} * plan.cluster, chunks);
       EXPECT_LE(plan.capacity - plan.threads * limits.held_chunks, limits.shared_chunks / 2);
       break;
+    case RowKernel::held_between_edges:
+      EXPECT_TRUE(limits.alike && !limits.whole_chunks);
+      EXPECT_EQ(plan.capacity, plan.threads * limits.held_chunks);
+      EXPECT_GE(int64_t{plan.capacity} * plan.cluster, length / limits.chunk_elements);
+      EXPECT_GE(plan.threads, 2 * limits.chunk_elements);  // a lane for each edge element
+      EXPECT_LE(plan.cluster, 8);
+      break;
     case RowKernel::held_in_shared:
       EXPECT_LE(plan.capacity, limits.shared_chunks);
       EXPECT_GE(int64_t{plan.capacity} * plan.cluster, chunks);
@@ -88,7 +101,8 @@ void expect_fits(int64_t rows, int64_t length, const RowLimits& limits) {
 
 TEST(SelectRowKernel, EveryRowFits) {
   for (const RowLimits& limits :
-       {kHopperFloatForward, any_alignment(kHopperFloatForward),
+       {kHopperFloatForward, any_alignment(kHopperFloatForward), alike(kHopperFloatForward),
+        alike(half_backward(kHopperFloatForward)), alike(without_clusters(kHopperFloatForward)),
         without_clusters(kHopperFloatForward), with_small_clusters(kHopperFloatForward),
         half_backward(kHopperFloatForward), with_small_clusters(half_backward(kHopperFloatForward)),
         without_clusters(any_alignment(half_backward(kHopperFloatForward)))}) {

@@ -184,6 +184,15 @@ def test_rows_that_begin_anywhere(name, dtype, device):
             check(name, view, 1, gradients.as_strided((4, length), (stride, 1), (offset * 5) % 8))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", (3001, 9001, 50257))
+@pytest.mark.parametrize("rows", (1, 9))
+def test_rows_in_line_of_odd_length(name, rows, length, dtype, device):
+    """Operands and results that lie alike, at every distance from a multiple of 16 bytes."""
+    tensor = normal((rows, length), dtype, device)
+    check(name, tensor, 1, normal((rows, length), dtype, device, seed=1))
+
+
 def test_many_outer_dimensions(name, device):
     """More than the kernels count: read through a copy."""
     shape = (2, 3, 2, 3, 2, 3, 10)

@@ -43,6 +43,29 @@ bool has_whole_chunks(const Tensors<Direction>& tensors, int64_t adjacent) {
   return whole;
 }
 
+// Whether rows that begin anywhere may be held in registers: of 16-bit elements, for which alone
+// that was measured.
+template <class Direction>
+inline constexpr bool kHeldBetweenEdges =
+    sizeof(typename Direction::Read) == 2 && sizeof(typename Direction::Written) == 2;
+
+// Whether the rows of all operands and of the result lie alike to the multiples of 16 bytes.
+template <class Direction>
+bool rows_lie_alike(const Tensors<Direction>& tensors) {
+  using Read = typename Direction::Read;
+  const auto lead = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16; };
+  bool alike = true;
+  for (const SoftmaxOperand& operand : tensors.operand) {
+    alike &= lead(operand.data) == lead(tensors.result);
+    int64_t stride = tensors.shape.length;
+    for (int d = operand.outer.rank - 1; d >= 0; --d) {
+      alike &= (operand.outer.stride[d] - stride) % Chunk<Read>::kSize == 0;
+      stride *= operand.outer.size[d];
+    }
+  }
+  return alike;
+}
+
 inline Grid grid_of(const RowPlan& plan, int64_t blocks, int chunk_bytes) {
   return {.blocks = blocks,
           .threads = plan.threads,
@@ -83,6 +106,7 @@ void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
                    .shared_chunks = (device.shared_bytes_per_block - 8 * 1024) / kChunkBytes,
                    .chunk_elements = Chunk<typename Direction::Read>::kSize,
                    .whole_chunks = kWhole,
+                   .alike = !kWhole && kHeldBetweenEdges<Direction> && rows_lie_alike(tensors),
                    .few_elements = Tuned::kFew,
                    .more_elements = Tuned::kMore,
                    .held_chunks = HeldInRegisters<Direction>::kThreadChunks,
@@ -116,6 +140,13 @@ void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
         grid.shared_bytes = std::max(plan.capacity - in_registers, 0) * kChunkBytes;
         launch(scope, grid, softmax_held_kernel<Direction, HeldInBoth<Direction>>, tensors,
                direction, exponent_of(plan.cluster), plan.capacity);
+      }
+      return;
+    case RowKernel::held_between_edges:
+      if constexpr (!kWhole && kHeldBetweenEdges<Direction>) {
+        launch(scope, grid_of(plan, rows * plan.cluster, 0),
+               softmax_held_kernel<Direction, HeldBetweenEdges<Direction>>, tensors, direction,
+               exponent_of(plan.cluster), plan.capacity);
       }
       return;
     case RowKernel::held_in_registers:

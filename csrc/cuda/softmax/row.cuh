@@ -45,6 +45,18 @@ struct Row {
   // The first element of a chunk; negative for one that begins before the row.
   __device__ int first(int chunk) const { return chunk * kChunk - lead(); }
 
+  // The whole chunks of a row whose operands and result lie alike to the boundaries.
+  __device__ int before_whole_part() const { return min((kChunk - lead()) % kChunk, length); }
+  __device__ Row whole_part() const {
+    Row part = *this;
+    const int before = before_whole_part();
+#pragma unroll
+    for (int o = 0; o < Direction::kOperands; ++o) part.operand[o] += before;
+    part.result += before;
+    part.length = (length - before) / kChunk * kChunk;
+    return part;
+  }
+
   // No chunk needs access element by element.
   __device__ bool has_whole_chunks() const {
     bool whole = length % kChunk == 0;

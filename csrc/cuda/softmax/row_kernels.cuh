@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/softmax/fragment.cuh"
+#include "cuda/softmax/held_between_edges.cuh"
 #include "cuda/softmax/held_in_registers.cuh"
 #include "cuda/softmax/held_in_shared.cuh"
 #include "cuda/softmax/reduce.cuh"
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(1024)
 }
 
 // Large rows, and rows that begin anywhere: a block, or the 2^cluster_bits blocks of a cluster,
-// hold a row, `capacity` chunks in each. Held: HeldInRegisters or HeldInShared.
+// hold a row, `capacity` chunks in each. Held: one of the Held classes.
 template <class Direction, class Held>
 __global__ void __launch_bounds__(1024)
     softmax_held_kernel(const __grid_constant__ Tensors<Direction> tensors, Direction direction,

@@ -9,12 +9,13 @@
 namespace flashattn::cuda {
 
 enum class RowKernel : uint8_t {
-  warp,               // a row in the registers of up to 32 lanes
-  block,              // a row in the registers of a block, each exp computed once
-  held_in_registers,  // a row in the registers of a block or a cluster, 16-bit elements as such
-  held_in_shared,     // a row in the shared memory of a block or a cluster
-  held_in_both,       // a row in the registers and the shared memory of a cluster
-  online,             // a row in pieces, read twice
+  warp,                // a row in the registers of up to 32 lanes
+  block,               // a row in the registers of a block, each exp computed once
+  held_in_registers,   // a row in the registers of a block or a cluster, 16-bit elements as such
+  held_between_edges,  // the same of a row that begins anywhere
+  held_in_shared,      // a row in the shared memory of a block or a cluster
+  held_in_both,        // a row in the registers and the shared memory of a cluster
+  online,              // a row in pieces, read twice
 };
 
 struct RowPlan {
@@ -33,7 +34,8 @@ struct RowLimits {
   int cluster;        // the most blocks in a cluster; 1: no clusters
   int shared_chunks;  // chunks of a row that fit into a multiprocessor's shared memory
   int chunk_elements;
-  bool whole_chunks;  // rows begin and end on chunk boundaries, and 16 bytes are taken at a time
+  bool whole_chunks;   // rows begin and end on chunk boundaries, and 16 bytes are taken at a time
+  bool alike = false;  // not so, but operands and result lie alike to the chunk boundaries
   // Of each operand in a thread: the warp kernel and small blocks; other blocks; held in registers.
   int few_elements, more_elements, held_chunks;
   int block_threads;  // the most for the block kernel
@@ -129,8 +131,15 @@ inline RowPlan select_row_kernel(int64_t rows, int64_t length, const RowLimits& 
             .lanes = power_of_two_above(threads, 1, 32),
             .elements = limits.few_elements};
   }
-  return limits.whole_chunks ? select_for_whole_chunks(rows, length, limits)
-                             : select_for_any(rows, length, limits);
+  if (limits.whole_chunks) return select_for_whole_chunks(rows, length, limits);
+  if (limits.alike) {
+    RowPlan plan = select_for_whole_chunks(rows, length, limits);
+    if (plan.kernel == RowKernel::held_in_registers && plan.cluster <= 8) {
+      plan.kernel = RowKernel::held_between_edges;
+      return plan;
+    }
+  }
+  return select_for_any(rows, length, limits);
 }
 
 // The column kernel: lanes across (packs of) columns, the other threads along the length.
