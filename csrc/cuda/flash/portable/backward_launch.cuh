@@ -25,19 +25,6 @@ void launch_row_terms(const OpScope& scope, BackwardArguments a) {
   }
 }
 
-// The tile that a kernel was compiled with: function(tile).
-template <class Tiles, class Function, class... Parameters>
-void with_device_tile(const OpScope& scope, void (*kernel)(Parameters...),
-                      const Function& function) {
-  cudaFuncAttributes attributes;
-  FLASHATTN_CUDA_CHECK(scope.op(), cudaFuncGetAttributes(&attributes, kernel));
-  switch (room_of(attributes.ptxVersion)) {
-    case Room::small: return function(typename Tiles::template For<Room::small>{});
-    case Room::medium: return function(typename Tiles::template For<Room::medium>{});
-    case Room::large: return function(typename Tiles::template For<Room::large>{});
-  }
-}
-
 template <class Tiles, class Terms>
 void launch_gradients(const OpScope& scope, BackwardArguments a, const Workspace& workspace) {
   const AttentionProblem& p = a.problem;

@@ -26,16 +26,18 @@ struct ForwardShared {
   using Arithmetic = typename Tile::Arithmetic;
   using Element = typename Arithmetic::Element;
   SharedTile<Element, Tile::kRows, Tile::kDepth> query;
-  SharedTile<Element, Tile::kKeys, Tile::kDepth> keys;
-  SharedTile<Element, Tile::kKeys, Tile::kValueDim> values;
+  SharedTile<Element, Tile::kKeys, Tile::kDepth> keys[Tile::kStages];
+  SharedTile<Element, Tile::kKeys, Tile::kValueDim> values[Tile::kStages];
   typename Arithmetic::template Scratch<Tile::kRows, Tile::kKeys> scratch;
   typename Scores::template Bias<Tile::kRows, Tile::kKeys> bias;
   TileMask mask;  // seldom needed: not worth registers
 };
 
-template <class Tile, class Scores>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor)
+template <class Tiles, class Scores>
+__global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
+                                  DeviceTile<Tiles>::kBlocksPerMultiprocessor)
     flash_forward_kernel(const __grid_constant__ ForwardArguments arguments) {
+  using Tile = DeviceTile<Tiles>;
   using Arithmetic = typename Tile::Arithmetic;
   using Element = typename Arithmetic::Element;
   using Real = typename Arithmetic::Real;
@@ -91,11 +93,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
             query.at(task.batch, task.head, sequence.q_begin + rows.begin, column), query.stride[2],
             query.stride[3], rows.size(), head_dim - column, arguments.chunked.query});
   };
-  const auto load_keys = [&](int from, int column) {
+  const auto load_keys = [&](int stage, int from, int column) {
     load_tile<Tile::kThreads>(
-        shared.keys, GlobalMatrix<Element>{
-                         head_keys + from * key.stride[2] + column * key.stride[3], key.stride[2],
-                         key.stride[3], seen.end - from, head_dim - column, arguments.chunked.key});
+        shared.keys[stage],
+        GlobalMatrix<Element>{head_keys + from * key.stride[2] + column * key.stride[3],
+                              key.stride[2], key.stride[3], seen.end - from, head_dim - column,
+                              arguments.chunked.key});
     ptx::cp_async_commit();
   };
   const MaskSummary& summary = arguments.mask_summary;
@@ -112,11 +115,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     }
     return from;
   };
-  const auto load_values = [&](int from) {
+  const auto load_values = [&](int stage, int from) {
     load_tile<Tile::kThreads>(
-        shared.values, GlobalMatrix<Element>{head_values + from * value.stride[2], value.stride[2],
-                                             value.stride[3], seen.end - from, value_columns,
-                                             arguments.chunked.value});
+        shared.values[stage],
+        GlobalMatrix<Element>{head_values + from * value.stride[2], value.stride[2],
+                              value.stride[3], seen.end - from, value_columns,
+                              arguments.chunked.value});
     if constexpr (Scores::kMasked) {
       shared.bias.template load<Tile::kThreads>(p.attn_mask, task.batch, task.head, rows.begin,
                                                 from, rows.size(), seen.end - from);
@@ -124,14 +128,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     ptx::cp_async_commit();
   };
 
-  const auto prefetch_keys = [&](int from) {
-    if (Tile::kWhole && from < seen.end) load_keys(from, 0);
+  const auto prefetch = [&](int stage, int from) {
+    if (!Tile::kWhole || from >= seen.end) return;
+    load_keys(stage, from, 0);
+    if (Tile::kStages > 1) load_values(stage, from);
   };
 
   first_key = first_visible(first_key);
   if (Tile::kWhole) load_query(0);
   ptx::cp_async_commit();
-  prefetch_keys(first_key);
+  prefetch(0, first_key);
 
   const Scores terms(p, task.batch, task.head, mask);
   // In 16 bits whoever asks for them is given general scores.
@@ -146,10 +152,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   float max_logit = kNegativeInfinity<float>;
 
 #pragma unroll 1
-  for (int first = first_key, next; first < seen.end; first = next) {
+  for (int first = first_key, next, stage = 0; first < seen.end; first = next) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the keys are here, and everybody is done with the values before
-    load_values(first);
+    if constexpr (Tile::kStages == 1) {
+      load_values(0, first);
+    } else {
+      next = first_visible(first + Tile::kKeys);
+      prefetch(stage ^ 1, next);
+    }
     if constexpr (Scores::kGeneral) {
       if (p.attn_mask) {
         const BiasSource source(p.attn_mask, arguments.chunked.bias, task.batch, task.head, len_q,
@@ -160,26 +171,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
     Accumulators<Real, Tile::kFragments, Tile::kKeys / 8> scores;
     scores.clear();
     if constexpr (Tile::kWhole) {
-      Arithmetic::multiply_transposed(scores, shared.query, warp_row, shared.keys, 0, lane);
+      Arithmetic::multiply_transposed(scores, shared.query, warp_row, shared.keys[stage], 0, lane);
     } else {
 #pragma unroll 1
       for (int column = 0; column < head_dim; column += Tile::kDepth) {
         __syncthreads();
         load_query(column);
-        load_keys(first, column);
+        load_keys(0, first, column);
         ptx::cp_async_wait<0>();
         __syncthreads();
         decltype(scores) part;  // summed up part by part: long dot products lose less
         part.clear();
-        Arithmetic::multiply_transposed(part, shared.query, warp_row, shared.keys, 0, lane);
+        Arithmetic::multiply_transposed(part, shared.query, warp_row, shared.keys[0], 0, lane);
         scores.add(part);
       }
     }
-    ptx::cp_async_wait<0>();
-    if constexpr (Scores::kMasked) shared.bias.template interleave<Tile::kThreads>(p.attn_mask);
-    __syncthreads();  // values and mask are here, and everybody is done with the keys
-    next = first_visible(first + Tile::kKeys);
-    prefetch_keys(next);
+    if constexpr (Tile::kStages == 1) {
+      ptx::cp_async_wait<0>();
+      if constexpr (Scores::kMasked) shared.bias.template interleave<Tile::kThreads>(p.attn_mask);
+      __syncthreads();  // values and mask are here, and everybody is done with the keys
+      next = first_visible(first + Tile::kKeys);
+      prefetch(0, next);
+    }
 
     // Keys past the sequence's end are hidden too, so a short last tile is never all visible.
     const bool hidden_pairs = first < all_see.begin || first + Tile::kKeys > all_see.end;
@@ -224,7 +237,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
         }
       }
     }
-    Arithmetic::multiply_accumulators(out, scores, shared.values, shared.scratch, lane);
+    Arithmetic::multiply_accumulators(out, scores, shared.values[stage], shared.scratch, lane);
+    if (Tile::kStages > 1) stage ^= 1;
   }
 
   const auto lse = arguments.outputs.lse.as<Real>();

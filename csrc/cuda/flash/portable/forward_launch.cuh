@@ -34,28 +34,49 @@ int splits_of(const OpScope& scope, const ForwardArguments& a) {
   return static_cast<int>(std::max<int64_t>(std::min({wanted, most, int64_t{kMostSplits}}), 1));
 }
 
-template <class Tile, class Scores>
+// The tile that a kernel was compiled with: function(tile).
+template <class Tiles, class Function, class... Parameters>
+void with_device_tile(const OpScope& scope, void (*kernel)(Parameters...),
+                      const Function& function) {
+  using Large = typename Tiles::template For<Room::large>;
+  if constexpr (std::is_same_v<typename Tiles::template For<Room::small>, Large> &&
+                std::is_same_v<typename Tiles::template For<Room::medium>, Large>) {
+    return function(Large{});
+  }
+  cudaFuncAttributes attributes;
+  FLASHATTN_CUDA_CHECK(scope.op(), cudaFuncGetAttributes(&attributes, kernel));
+  switch (room_of(attributes.ptxVersion)) {
+    case Room::small: return function(typename Tiles::template For<Room::small>{});
+    case Room::medium: return function(typename Tiles::template For<Room::medium>{});
+    case Room::large: return function(typename Tiles::template For<Room::large>{});
+  }
+}
+
+template <class Tiles, class Scores>
 void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Workspace& workspace) {
-  using Element = typename Tile::Arithmetic::Element;
-  using Real = typename Tile::Arithmetic::Real;
-  const AttentionProblem& p = a.problem;
-  a.row_tile = Tile::kRows;
-  a.value_tile = Tile::kValueDim;
-  a.parts = static_cast<int>(tiles_of_rows(p.sequences, Tile::kRows));
-  a.value_parts = static_cast<int>(divide_up(p.head_dim_v, Tile::kValueDim));
-  if (a.value_parts < 1) a.value_parts = 1;  // lse is wanted still
-  if (a.blocks() == 0) return;
-  a.splits = splits_of<Tile>(scope, a);
-  if (a.splits > 1) {
-    const int64_t out = a.splits * a.rows() * p.head_dim_v, lse = a.splits * a.rows();
-    a.partial_out = workspace((out + lse) * int64_t{sizeof(Real)});
-    a.partial_lse = static_cast<Real*>(a.partial_out) + out;
-  }
-  launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
-         flash_forward_kernel<Tile, Scores>, a);
-  if (a.splits > 1) {
-    launch(scope, {a.rows(), 32 * kJoinWarps}, flash_join_splits_kernel<Element>, a);
-  }
+  with_device_tile<Tiles>(scope, flash_forward_kernel<Tiles, Scores>, [&](auto tile) {
+    using Tile = decltype(tile);
+    using Element = typename Tile::Arithmetic::Element;
+    using Real = typename Tile::Arithmetic::Real;
+    const AttentionProblem& p = a.problem;
+    a.row_tile = Tile::kRows;
+    a.value_tile = Tile::kValueDim;
+    a.parts = static_cast<int>(tiles_of_rows(p.sequences, Tile::kRows));
+    a.value_parts = static_cast<int>(divide_up(p.head_dim_v, Tile::kValueDim));
+    if (a.value_parts < 1) a.value_parts = 1;  // lse is wanted still
+    if (a.blocks() == 0) return;
+    a.splits = splits_of<Tile>(scope, a);
+    if (a.splits > 1) {
+      const int64_t out = a.splits * a.rows() * p.head_dim_v, lse = a.splits * a.rows();
+      a.partial_out = workspace((out + lse) * int64_t{sizeof(Real)});
+      a.partial_lse = static_cast<Real*>(a.partial_out) + out;
+    }
+    launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
+           flash_forward_kernel<Tiles, Scores>, a);
+    if (a.splits > 1) {
+      launch(scope, {a.rows(), 32 * kJoinWarps}, flash_join_splits_kernel<Element>, a);
+    }
+  });
 }
 
 // A call of one query row a sequence as one of one head a group, whose rows are the heads.
@@ -167,7 +188,7 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
             p,
             [&](auto width) {
               launch_forward_kernel<FewRowsTile<Arithmetic, width.value>, PlainFp32Scores>(
-                  scope, a, workspace);
+                  scope, heads_as_rows(a), workspace);
             },
             Width<64>{}, Width<128>{});
       }

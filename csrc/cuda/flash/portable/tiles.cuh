@@ -10,24 +10,9 @@ namespace flashattn::cuda::portable {
 // Up to so many columns fp32 multiply-adds are the more exact: their chains are short (note 0014).
 inline constexpr int kShortFp32 = 32;
 
-// A block handles Rows query rows, Keys keys at a time, and ValueDim columns of value and out.
-// Where tiles of HeadDim columns do not fit into shared memory, scores are made Depth columns at a
-// time.
-template <class Arithmetic_, int HeadDim, int Depth, int ValueDim, int Rows, int Keys, int Warps,
-          int Blocks>
-struct ForwardTile {
-  using Arithmetic = Arithmetic_;
-  static constexpr int kHeadDim = HeadDim, kDepth = Depth, kValueDim = ValueDim;
-  static constexpr int kRows = Rows, kKeys = Keys;
-  static constexpr int kWarps = Warps, kThreads = 32 * Warps;
-  static constexpr int kBlocksPerMultiprocessor = Blocks;
-  static constexpr int kFragments = Rows / (16 * Warps);  // 16-row fragments of a warp
-  static constexpr bool kWhole = Depth == HeadDim;
-};
-
-// The shared memory of a block decides the backward tiles: 99 KB (sm_86, sm_89, sm_120), 163 KB
-// (sm_80) or 227 KB (sm_90, sm_100). Device code knows at compile time; the host asks what the code
-// was compiled for (backward_launch.cuh).
+// The shared memory of a block decides tiles: 99 KB (sm_86, sm_89, sm_120), 163 KB (sm_80) or 227
+// KB (sm_90, sm_100). Device code knows at compile time; the host asks what the code was compiled
+// for (forward_launch.cuh).
 enum class Room { small, medium, large };
 constexpr Room room_of(int arch) {
   return arch == 80 || arch == 87   ? Room::medium
@@ -39,6 +24,33 @@ inline constexpr Room kDeviceRoom = room_of(__CUDA_ARCH__ / 10);
 #else
 inline constexpr Room kDeviceRoom = Room::large;  // of no consequence
 #endif
+
+// A block handles Rows query rows, Keys keys at a time, and ValueDim columns of value and out.
+// Where tiles of HeadDim columns do not fit into shared memory, scores are made Depth columns at a
+// time. With two stages the keys and values of the next tile arrive while those of this are used.
+template <class Arithmetic_, int HeadDim, int Depth, int ValueDim, int Rows, int Keys, int Warps,
+          int Blocks, int Stages = 1>
+struct ForwardTile {
+  using Arithmetic = Arithmetic_;
+  static constexpr int kHeadDim = HeadDim, kDepth = Depth, kValueDim = ValueDim;
+  static constexpr int kRows = Rows, kKeys = Keys;
+  static constexpr int kWarps = Warps, kThreads = 32 * Warps;
+  static constexpr int kBlocksPerMultiprocessor = Blocks;
+  static constexpr int kFragments = Rows / (16 * Warps);  // 16-row fragments of a warp
+  static constexpr int kStages = Stages;
+  static constexpr bool kWhole = Depth == HeadDim;
+  static_assert(kWhole || Stages == 1);
+  template <Room>
+  using For = ForwardTile;  // the same on every GPU
+};
+
+// Two stages where they fit.
+template <class Arithmetic, int HeadDim, int Rows, int Keys, int Warps, int Blocks>
+struct StagedForwardTile {
+  template <Room room>
+  using For = ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, Rows, Keys, Warps, Blocks,
+                          room == Room::large ? 2 : 1>;
+};
 
 template <class Arithmetic, int HeadDim, ScoreKind kind>
 struct ForwardTiles;
@@ -65,7 +77,6 @@ struct BackwardTilesOf {
 //                            depth value rows keys warps blocks
 FLASHATTN_FORWARD_16BIT(64, plain, 64, 64, 128, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(96, plain, 96, 96, 128, 64, 4, 2);
-FLASHATTN_FORWARD_16BIT(128, plain, 128, 128, 128, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(192, plain, 192, 192, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(256, plain, 256, 256, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(64, dropped, 64, 64, 128, 64, 4, 3);
@@ -86,6 +97,9 @@ FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 128, general, 128, 128, 64, 32, 
 FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 512, general, 64, 64, 64, 32, 4, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 64, general, 64, 64, 32, 32, 2, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 512, general, 32, 32, 32, 32, 2, 2);
+template <class Element>
+struct ForwardTiles<TensorCores<Element>, 128, ScoreKind::plain>
+    : StagedForwardTile<TensorCores<Element>, 128, 128, 64, 4, 2> {};
 // Where rows see few keys, blocks of fewer rows balance better and waste less on the diagonal.
 template <class Arithmetic, int HeadDim>
 using ShortTile =
