@@ -18,19 +18,22 @@ DIFFERENTIABLE = ("attn_mask", "alibi_slopes", "sinks")
 def flash_attention(query, key, value, **options):
     import flashattn_ext
 
-    results = flashattn_ext.flash_attention(
-        query, key, value, return_lse=True, return_max_logits=True, **options
-    )
-    return formula.Results(*results, weights=None)
+    return _results(functools.partial(flashattn_ext.flash_attention, query, key, value, **options))
 
 
 def flash_attention_varlen(query, key, value, **options):
     import flashattn_ext
 
-    results = flashattn_ext.flash_attention_varlen(
-        query, key, value, return_lse=True, return_max_logits=True, **options
-    )
-    return formula.Results(*results, weights=None)
+    op = flashattn_ext.flash_attention_varlen
+    return _results(functools.partial(op, query, key, value, **options))
+
+
+def _results(call):
+    """Results of a call; the largest logits are those of another, which other kernels may make."""
+    out, lse = call(return_lse=True)
+    with torch.no_grad():
+        max_logits = call(return_max_logits=True)[1]
+    return formula.Results(out, lse, max_logits, weights=None)
 
 
 def naive_attention(query, key, value, **options):

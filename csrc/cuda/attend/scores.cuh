@@ -112,9 +112,13 @@ enum class ScoreKind { plain, dropped, masked, general };
 // References are whole numbers in units of log2, so that a score's distance from one is rounded
 // once however large both are. What rounding scale * log2(e) lost is made good where a row's lse
 // is made and used, since the scores that count are close to it.
+//
+// From kCoarse on whole numbers are too coarse a reference: such a row is measured from a score
+// itself, its base, which is subtracted from the scores before anything else (softmax_step.cuh).
 struct PlainScores {
   using Real = float;
   static constexpr bool kGeneral = false, kMasked = false, kDropout = false;
+  static constexpr float kCoarse = 1 << 20;
   template <int Rows, int Keys>
   using Bias = NoTile;
   float scale, scale_log2;
@@ -138,6 +142,11 @@ struct PlainScores {
   __device__ float exponential(float score, float reference) const {
     return power_of_two(fmaf(score, scale_log2, -reference));
   }
+  __device__ bool is_coarse(float max) const { return fabsf(max * scale_log2) >= kCoarse; }
+  __device__ LogSumExp<float> natural_of_base(float base) const {
+    const float high = base * scale;
+    return {high, fmaf(base, scale, -high)};
+  }
   __device__ LogSumExp<float> natural(float reference) const {
     constexpr float kLn2 = 0.693147182f, kLn2Low = -1.90465421e-9f;
     const float high = reference * kLn2;
@@ -145,15 +154,12 @@ struct PlainScores {
     return {high, fmaf(high, lost_of_scale(), low)};
   }
 
-  // A row's lse split for `probability`: a whole number in units of log2, and the rest.
+  // The distance from lse is taken in natural units: whatever their size, it is rounded once.
   __device__ LogSumExp<float> split(LogSumExp<float> lse) const {
-    constexpr float kLog2ELow = 1.92596299e-8f;
-    const float high = rintf(lse.high * kLog2E<float>);
-    const float rest = fmaf(lse.high, kLog2E<float>, -high) + lse.high * kLog2ELow;
-    return {high, fmaf(-high, lost_of_scale(), fmaf(lse.low, kLog2E<float>, rest))};
+    return {lse.high, lse.low * kLog2E<float>};
   }
   __device__ float probability(float score, LogSumExp<float> lse) const {
-    return power_of_two(fmaf(score, scale_log2, -lse.high) - lse.low);
+    return power_of_two(fmaf(fmaf(score, scale, -lse.high), kLog2E<float>, -lse.low));
   }
 
  private:

@@ -3,6 +3,8 @@
 // any reference exact.
 #pragma once
 
+#include <type_traits>
+
 #include "core/online_softmax.h"
 #include "cuda/attend/scores.cuh"
 
@@ -27,6 +29,21 @@ __device__ __forceinline__ Real quad_sum(Real value) {
   value += __shfl_xor_sync(0xffffffffu, value, 1);
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
+
+// The bases of a thread's coarse rows (PlainScores), -inf for the others. In shared memory, since
+// hardly any row has one.
+template <int Fragments, int Threads>
+struct RowBases {
+  float value[2 * Fragments][Threads];
+  __device__ __forceinline__ float& of(int fragment, int half) {
+    return value[2 * fragment + half][threadIdx.x];
+  }
+};
+template <class Scores, int Fragments, int Threads>
+using RowBasesOf = std::conditional_t<std::is_base_of_v<PlainScores, Scores>,
+                                      RowBases<Fragments, Threads>, NoTile>;
+template <class Bases>
+inline constexpr bool kHasBases = !std::is_same_v<Bases, NoTile>;
 
 // The two rows of a 16-row fragment that a thread has a share of. Units are those of the scores'
 // references (scores.cuh).
@@ -65,15 +82,33 @@ struct SoftmaxRows {
            terms.excess(max[1], reference[1]) > kSlack;
   }
 
-  // Measures from the new maxima where they exceed the slack.
-  template <int OutBlocks, class Scores>
-  __device__ __forceinline__ void raise(const Real (&max)[2], Real (&out)[OutBlocks][4],
-                                        const Scores& terms) {
+  // Measures from the new maxima where they exceed the slack. A row with a base keeps a reference
+  // of -inf, so that it comes here with every tile.
+  template <int Blocks, int OutBlocks, class Scores, class Bases>
+  __device__ __forceinline__ void raise(const Real (&max)[2], Real (&scores)[Blocks][4],
+                                        Real (&out)[OutBlocks][4], const Scores& terms,
+                                        Bases& bases, int fragment) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool grown = terms.excess(max[half], reference[half]) > kSlack;
-      const Real raised = grown ? terms.reference_for(max[half]) : reference[half];
-      const Real factor = grown ? terms.rescale(reference[half], raised) : Real(1);
+      Real raised = grown ? terms.reference_for(max[half]) : reference[half];
+      Real factor = grown ? terms.rescale(reference[half], raised) : Real(1);
+      if constexpr (kHasBases<Bases>) {
+        const bool fresh = reference[half] == kNegativeInfinity<Real>;
+        Real& stored = bases.of(fragment, half);
+        if (grown && (terms.is_coarse(max[half]) || (fresh && stored != kNegativeInfinity<Real>))) {
+          const Real base = larger(stored, max[half]);
+          factor = fresh ? terms.exponential(stored - base, Real(0))  // 0 where there was no base
+                         : power_of_two(-terms.excess(base, reference[half]));
+          stored = base;
+          raised = kNegativeInfinity<Real>;
+#pragma unroll
+          for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) scores[b][e] -= base;
+          }
+        }
+      }
       reference[half] = raised;
       sum[half] *= factor;
 #pragma unroll
@@ -105,10 +140,16 @@ struct SoftmaxRows {
   __device__ Real total(int half) const { return quad_sum(sum[half]); }
 
   // lse of the row, from its total.
-  template <class Scores>
-  __device__ LogSumExp<Real> log_sum_exp(int half, Real total, const Scores& terms) const {
+  template <class Scores, class Bases>
+  __device__ LogSumExp<Real> log_sum_exp(int half, Real total, const Scores& terms, Bases& bases,
+                                         int fragment) const {
     if (total == Real(0)) return {kNegativeInfinity<Real>, Real(0)};
-    const LogSumExp<Real> natural = terms.natural(reference[half]);
+    LogSumExp<Real> natural = terms.natural(reference[half]);
+    if constexpr (kHasBases<Bases>) {
+      if (reference[half] == kNegativeInfinity<Real>) {
+        natural = terms.natural_of_base(bases.of(fragment, half));
+      }
+    }
     LogSumExp<Real> lse = OnlineSoftmax<Real>{natural.high, total}.log_sum_exp();
     lse.low += natural.low;
     return lse;
@@ -116,11 +157,11 @@ struct SoftmaxRows {
 };
 
 // One step of a warp's rows, which all rescale together: a branch that is seldom taken.
-template <int Fragments, int Blocks, int OutBlocks, class Real, class Scores>
+template <int Fragments, int Blocks, int OutBlocks, class Real, class Scores, class Bases>
 __device__ __forceinline__ void softmax_step(SoftmaxRows<Real> (&rows)[Fragments],
                                              Real (&scores)[Fragments][Blocks][4],
                                              Real (&out)[Fragments][OutBlocks][4],
-                                             const Scores& terms) {
+                                             const Scores& terms, Bases& bases) {
   Real max[Fragments][2];
   bool outgrown = false;
 #pragma unroll
@@ -129,7 +170,7 @@ __device__ __forceinline__ void softmax_step(SoftmaxRows<Real> (&rows)[Fragments
   }
   if (__any_sync(0xffffffffu, outgrown)) {
 #pragma unroll
-    for (int f = 0; f < Fragments; ++f) rows[f].raise(max[f], out[f], terms);
+    for (int f = 0; f < Fragments; ++f) rows[f].raise(max[f], scores[f], out[f], terms, bases, f);
   }
 #pragma unroll
   for (int f = 0; f < Fragments; ++f) rows[f].exponentials(scores[f], terms);

@@ -36,7 +36,7 @@ struct ForwardArguments {
   bool rows_are_heads = false;
   // Where row tiles are too few to fill the GPU, each one's keys are split into runs, whose results
   // a last kernel joins (split_kernel.cuh): (splits, batch, heads_q, len_q, head_dim_v) and
-  // (splits, batch, heads_q, len_q), accumulator type.
+  // (splits, batch, heads_q, len_q) of LogSumExp, accumulator type.
   int splits = 1;
   void *partial_out = nullptr, *partial_lse = nullptr;
 

@@ -31,6 +31,7 @@ struct ForwardShared {
   typename Arithmetic::template Scratch<Tile::kRows, Tile::kKeys> scratch;
   typename Scores::template Bias<Tile::kRows, Tile::kKeys> bias;
   TileMask mask;  // seldom needed: not worth registers
+  RowBasesOf<Scores, Tile::kFragments, Tile::kThreads> bases;
 };
 
 template <class Tiles, class Scores>
@@ -146,9 +147,13 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
   Accumulators<Real, Tile::kFragments, Tile::kValueDim / 8> out;
   out.clear();
 #pragma unroll
-  for (int f = 0; f < Tile::kFragments; ++f)
+  for (int f = 0; f < Tile::kFragments; ++f) {
     softmax[f].start(task.split == 0 ? Scores::initial_max(p, task.head) : kNegativeInfinity<Real>,
                      lane);
+    if constexpr (kHasBases<decltype(shared.bases)>) {
+      for (int half = 0; half < 2; ++half) shared.bases.of(f, half) = kNegativeInfinity<Real>;
+    }
+  }
   float max_logit = kNegativeInfinity<float>;
 
 #pragma unroll 1
@@ -225,7 +230,7 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
         }
       }
     }
-    softmax_step(softmax, scores.value, out.value, terms);
+    softmax_step(softmax, scores.value, out.value, terms, shared.bases);
     if constexpr (Scores::kDropout) {
       if (Scores::drops(p)) {
         const DropoutStream stream = p.dropout.stream(task.batch, p.heads_q, task.head);
@@ -272,10 +277,10 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
             if (column < value_columns) to[column] = out.value[f][b][2 * half + e];
           }
         }
-        static_cast<Real*>(arguments.partial_lse)[index] =
-            softmax[f].log_sum_exp(half, total, terms).high;
+        static_cast<LogSumExp<Real>*>(arguments.partial_lse)[index] =
+            softmax[f].log_sum_exp(half, total, terms, shared.bases, f);
       } else if (lane % 4 == 0 && task.value_column == 0) {
-        const LogSumExp<Real> row_lse = softmax[f].log_sum_exp(half, total, terms);
+        const LogSumExp<Real> row_lse = softmax[f].log_sum_exp(half, total, terms, shared.bases, f);
         *lse.at(task.batch, task.head, sequence.q_begin + row) = row_lse.high;
         if (lse_low) *lse_low.at(task.batch, task.head, sequence.q_begin + row) = row_lse.low;
       }

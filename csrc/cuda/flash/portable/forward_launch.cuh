@@ -67,9 +67,9 @@ void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Works
     if (a.blocks() == 0) return;
     a.splits = splits_of<Tile>(scope, a);
     if (a.splits > 1) {
-      const int64_t out = a.splits * a.rows() * p.head_dim_v, lse = a.splits * a.rows();
-      a.partial_out = workspace((out + lse) * int64_t{sizeof(Real)});
-      a.partial_lse = static_cast<Real*>(a.partial_out) + out;
+      const int64_t lse = 2 * a.splits * a.rows(), out = a.splits * a.rows() * p.head_dim_v;
+      a.partial_lse = workspace((lse + out) * int64_t{sizeof(Real)});
+      a.partial_out = static_cast<Real*>(a.partial_lse) + lse;
     }
     launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
            flash_forward_kernel<Tiles, Scores>, a);

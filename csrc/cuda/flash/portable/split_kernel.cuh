@@ -22,40 +22,48 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   const int64_t row = index % p.sequences.storage_q, pair = index / p.sequences.storage_q;
   const int64_t head = pair % p.heads_q, batch = pair / p.heads_q;
 
-  const Real* const lse = static_cast<const Real*>(a.partial_lse) + index;
-  OnlineSoftmax<Real> state;
+  const auto* const lse = static_cast<const LogSumExp<Real>*>(a.partial_lse) + index;
+  Real max = kNegativeInfinity<Real>, sum = 0;
+  for (int split = lane; split < a.splits; split += 32) max = larger(max, lse[split * rows].high);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    max = larger(max, __shfl_xor_sync(0xffffffffu, max, distance));
+  }
   for (int split = lane; split < a.splits; split += 32) {
-    if (lse[split * rows] != kNegativeInfinity<Real>) state.add(lse[split * rows]);
+    const LogSumExp<Real> part = lse[split * rows];
+    const Real above = part.high - OnlineSoftmax<Real>::finite_or_zero(max);
+    const Real weight = exponential<Real>(above + part.low);
+    weights[warp][split] = weight;
+    sum += weight;
   }
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
-    state.merge({__shfl_xor_sync(0xffffffffu, state.max, distance),
-                 __shfl_xor_sync(0xffffffffu, state.sum, distance)});
+    sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   }
-  const LogSumExp<Real> joined = state.log_sum_exp();
-  for (int split = lane; split < a.splits; split += 32) {
-    weights[warp][split] = probability(lse[split * rows], joined);
-  }
+  const OnlineSoftmax<Real> joined{max, sum};
+  const Real inverse_sum = joined.inverse_sum();
   __syncwarp();
   const auto out = a.outputs.out.as<Element>(), out_low = a.outputs.out_low.as<Element>();
   const Real* const partial = static_cast<const Real*>(a.partial_out) + index * p.head_dim_v;
   for (int column = threadIdx.x; column < p.head_dim_v; column += 32 * kJoinWarps) {
-    Real sum = 0;
+    Real value = 0;
 #pragma unroll 16
     for (int split = 0; split < a.splits; ++split) {
       const Real weight = weights[warp][split];
-      const Real value = partial[split * rows * p.head_dim_v + column];
-      sum += weight != 0 ? weight * value : Real(0);
+      const Real term = partial[split * rows * p.head_dim_v + column];
+      value += weight != 0 ? weight * term : Real(0);
     }
-    *out.at(batch, head, row, column) = convert<Element>(sum);
+    value *= inverse_sum;
+    *out.at(batch, head, row, column) = convert<Element>(value);
     if (out_low) {
-      *out_low.at(batch, head, row, column) = convert<Element>(rounding_error<Element>(sum));
+      *out_low.at(batch, head, row, column) = convert<Element>(rounding_error<Element>(value));
     }
   }
   if (threadIdx.x == 0) {
-    *a.outputs.lse.as<Real>().at(batch, head, row) = joined.high;
+    const LogSumExp<Real> whole = joined.log_sum_exp();
+    *a.outputs.lse.as<Real>().at(batch, head, row) = whole.high;
     const auto lse_low = a.outputs.lse_low.as<Real>();
-    if (lse_low) *lse_low.at(batch, head, row) = joined.low;
+    if (lse_low) *lse_low.at(batch, head, row) = whole.low;
   }
 }
 
