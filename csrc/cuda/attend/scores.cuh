@@ -109,16 +109,17 @@ class MaskTile;  // mask_tile.cuh
 enum class ScoreKind { plain, dropped, masked, general };
 
 // Scores are dot products times a positive scale, which the exponential applies: nothing to do.
-// References are whole numbers in units of log2, so that a score's distance from one is rounded
-// once however large both are. What rounding scale * log2(e) lost is made good where a row's lse
-// is made and used, since the scores that count are close to it.
+// References are in units of log2, so a score's distance from one is a single multiply-add. What
+// rounding scale * log2(e) lost is made good where a row's lse is made, since the scores that count
+// are close to it.
 //
-// From kCoarse on whole numbers are too coarse a reference: such a row is measured from a score
-// itself, its base, which is subtracted from the scores before anything else (softmax_step.cuh).
+// From kCoarse on a reference is too coarse: the probability of the largest score would no longer
+// round to 1. Such a row is measured from a score itself, its base, which is subtracted from the
+// scores before anything else (softmax_step.cuh).
 struct PlainScores {
   using Real = float;
   static constexpr bool kGeneral = false, kMasked = false, kDropout = false;
-  static constexpr float kCoarse = 1 << 20;
+  static constexpr float kCoarse = 1 << 13;
   template <int Rows, int Keys>
   using Bias = NoTile;
   float scale, scale_log2;
@@ -133,7 +134,7 @@ struct PlainScores {
     return kNegativeInfinity<float>;
   }
 
-  __device__ float reference_for(float max) const { return ceilf(max * scale_log2); }
+  __device__ float reference_for(float max) const { return max * scale_log2; }
   // By how many powers of two a maximum exceeds a reference.
   __device__ float excess(float max, float reference) const {
     return fmaf(max, scale_log2, -reference);
