@@ -54,9 +54,9 @@ def assert_close(name, got, exact, eager, dtype, second_look=None):
 
     Without an eager run, `eager=None`, the exact result rounded to the dtype of `got` stands for
     it. `second_look()`, asked only after a failure, gives the two measures more carefully: the
-    eager error over several draws, since that of a result of few numbers may be 0 by luck; and the
-    sum of the magnitudes of the terms that an element is the sum of, since no accumulator does
-    better than a rounding of that, however much of it cancels.
+    eager error over several draws, since that of a result of few numbers may be 0 by luck; and, of
+    a gradient, the sum of the magnitudes of the terms that an element is the sum of, since no
+    accumulator does better than a rounding of that, however much of it cancels.
     """
     if eager is None:
         eager = exact.to(got.dtype)

@@ -214,10 +214,10 @@ class ForwardKernel {
     Real* out = out_of(s, block.slot, block.first_row);
     const Real* factors = nullptr;
 
-    kernels_.multiply({rows, padded_columns(keys.size()), p_.head_dim,
-                       s.query_of[block.slot] + block.first_row * query_stride_, query_stride_,
-                       s.keys.data() + offset * kPair, kScoreStride, scores, kScoreStride,
-                       Store::overwrite});
+    kernels_.dot_products({rows, padded_columns(keys.size()), p_.head_dim,
+                           s.query_of[block.slot] + block.first_row * query_stride_, query_stride_,
+                           s.keys.data() + offset * kPair, kScoreStride, scores, kScoreStride,
+                           Store::overwrite});
     if (p_.dropout) {
       const DropoutStream stream = p_.dropout.stream(block.batch, p_.heads_q, block.head);
       kernels_.dropout_tile(stream, block.rows, keys, Real(1), s.factors.data(), kScoreStride);

@@ -103,12 +103,12 @@ class GradientTile {
     keys_range_ = keys;
     const int64_t row = rows.begin - loaded_rows_.begin, column = keys.begin - loaded_keys_.begin;
     const int64_t columns = padded_columns(keys.size());
-    kernels_.multiply({rows.size(), columns, p_.head_dim, query_ + row * depth_, depth_,
-                       keys_t_.data() + column * kPair, keys_stride_, weights_.data(), kStride,
-                       Store::overwrite});
-    kernels_.multiply({rows.size(), columns, p_.head_dim_v, grad_out_ + row * depth_v_, depth_v_,
-                       values_t_.data() + column * kPair, keys_stride_, grads_.data(), kStride,
-                       Store::overwrite});
+    kernels_.dot_products({rows.size(), columns, p_.head_dim, query_ + row * depth_, depth_,
+                           keys_t_.data() + column * kPair, keys_stride_, weights_.data(), kStride,
+                           Store::overwrite});
+    kernels_.dot_products({rows.size(), columns, p_.head_dim_v, grad_out_ + row * depth_v_,
+                           depth_v_, values_t_.data() + column * kPair, keys_stride_, grads_.data(),
+                           kStride, Store::overwrite});
     if (p_.dropout) {
       const DropoutStream stream = p_.dropout.stream(batch, p_.heads_q, head);
       kernels_.dropout_tile(stream, rows, keys, static_cast<Real>(p_.dropout.keep_scale()),

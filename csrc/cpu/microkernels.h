@@ -102,6 +102,20 @@ struct Microkernels {
   void (*enter)();
   void (*leave)();
   void (*multiply)(const MatrixProduct<Operand>& product);
+  // C = A * B, whose depth is a head dim. A long one is summed up in parts: of chains of additions
+  // that long the rounding errors show.
+  void dot_products(const MatrixProduct<Operand>& product) const {
+    constexpr int64_t kLongest = 128, kPart = 64;
+    if (product.depth <= kLongest) return multiply(product);
+    MatrixProduct<Operand> part = product;
+    for (int64_t k = 0; k < product.depth; k += kPart) {
+      part.depth = product.depth - k < kPart ? product.depth - k : kPart;
+      part.a = product.a + k;
+      part.b = product.b + k * product.b_stride;
+      multiply(part);
+      part.store = Store::accumulate;
+    }
+  }
 
   // Both forms of an operand, from a matrix or from its transpose.
   void (*pack_left)(const StridedMatrix<const Element>& from, Operand* to, int64_t stride);

@@ -64,8 +64,8 @@ class NaiveKernel {
     keys.rows = mask.len_k;  // what lies past the sequence is never read
     kernels_.pack_left(matrix_of<const Element>(p_.query, batch, head), query.data(), depth);
     kernels_.pack_right_transposed(keys, keys_t.data(), stride_);
-    kernels_.multiply({len_q_, padded_columns(mask.len_k), p_.head_dim, query.data(), depth,
-                       keys_t.data(), stride_, scores.data(), stride_, Store::overwrite});
+    kernels_.dot_products({len_q_, padded_columns(mask.len_k), p_.head_dim, query.data(), depth,
+                           keys_t.data(), stride_, scores.data(), stride_, Store::overwrite});
     kernels_.score_tile(ScoreTerms<Real>(p_, batch, head, mask), {0, len_q_}, {0, len_k_},
                         scores.data(), stride_, slopes);
     return scores;
@@ -147,8 +147,8 @@ class NaiveKernel {
       kernels_.pack_left_transposed(head_query, query_t.data(), rows);
       kernels_.pack_left(head_grad_out, grad_out.data(), depth_v);
       kernels_.pack_left_transposed(head_grad_out, grad_out_t.data(), rows);
-      kernels_.multiply({len_q_, stride_, p_.head_dim_v, grad_out.data(), depth_v, values_t.data(),
-                         stride_, grads.data(), stride_, Store::overwrite});
+      kernels_.dot_products({len_q_, stride_, p_.head_dim_v, grad_out.data(), depth_v,
+                             values_t.data(), stride_, grads.data(), stride_, Store::overwrite});
       for (int64_t i = 0; i < len_q_; ++i) {
         gradient_row(batch, head, i, inputs, outputs, factors.data(), weights.data() + i * stride_,
                      grads.data() + i * stride_);

@@ -98,12 +98,12 @@ inline ForwardArguments heads_as_rows(ForwardArguments a) {
   return a;
 }
 
-// Whether rows see few keys, for tiles of up to 128 columns.
+// Whether rows see few of few keys, for tiles of up to 128 columns.
 inline bool is_short(const AttentionProblem& p) {
   const int64_t dim = std::max(p.head_dim, p.head_dim_v), keys = p.sequences.max_len_k;
   const bool some_hidden =
       p.mask_rule.causal || p.mask_rule.window_left < keys || p.mask_rule.window_right < keys;
-  return dim <= 128 && (some_hidden ? keys <= 1024 : dim > 64 && keys <= 512);
+  return dim <= 128 && some_hidden && keys <= 1024;
 }
 
 // fp32 by multiply-adds, and by tensor cores with plain scores.
