@@ -167,11 +167,12 @@ def test_large_logits_of_wide_heads(head_dim, factor, op, device):
     check_call(op, [tensor * factor for tensor in tensors[:2]] + [tensors[2]], {})
 
 
+@pytest.mark.parametrize("dtype, factor", [("fp16", 1e4), ("bf16", 1e5), ("fp32", 1e5)])
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
-def test_logits_of_1e10(head_dim, op, device):  # N13: of any finite size
+def test_logits_of_1e10(head_dim, dtype, factor, op, device):  # N13: of any finite size
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "len_q": 65, "len_k": 70}
-    tensors, _ = build(small(**sizes), device)
-    tensors = [tensor * 1e5 for tensor in tensors[:2]] + [tensors[2]]
+    tensors, _ = build(small(dtype=dtype, **sizes), device)
+    tensors = [tensor * factor for tensor in tensors[:2]] + [tensors[2]]
     results, _ = check_call(op, tensors, {}, backward=False)
     assert torch.isfinite(results.out).all() and torch.isfinite(results.lse).all()
 
