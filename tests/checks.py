@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 
@@ -188,12 +189,11 @@ class Twins:
         for seed in range(8):
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(query.shape[-1], generator=generator)
-            twin = Twins.__new__(Twins)
+            twin = copy.copy(self)
             twin.tensors = [query[..., order], key[..., order], value]
             twin.options = dict(self.options)
             if twin.options.get("scale") is None:
                 twin.options["scale"] = query.shape[-1] ** -0.5
-            twin.dtype = self.dtype
             results.append(twin._eager(None, self.exact)[0])
         return results
 

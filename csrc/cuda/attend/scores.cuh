@@ -108,6 +108,16 @@ class MaskTile;  // mask_tile.cuh
 // attn_mask added, or have other terms too.
 enum class ScoreKind { plain, dropped, masked, general };
 
+// Scores of a call without dropout and sinks, with few of the formula's terms.
+struct FewTerms {
+  static constexpr bool kGeneral = false, kMasked = false, kDropout = false;
+
+  __device__ static bool drops(const AttentionProblem&) { return false; }
+  __device__ static float initial_max(const AttentionProblem&, int) {
+    return kNegativeInfinity<float>;
+  }
+};
+
 // Scores are dot products times a positive scale, which the exponential applies: nothing to do.
 // References are in units of log2, so a score's distance from one is a single multiply-add. What
 // rounding scale * log2(e) lost is made good where a row's lse is made, since the scores that count
@@ -116,9 +126,8 @@ enum class ScoreKind { plain, dropped, masked, general };
 // From kCoarse on a reference is too coarse: the probability of the largest score would no longer
 // round to 1. Such a row is measured from a score itself, its base, which is subtracted from the
 // scores before anything else (softmax_step.cuh).
-struct PlainScores {
+struct PlainScores : FewTerms {
   using Real = float;
-  static constexpr bool kGeneral = false, kMasked = false, kDropout = false;
   static constexpr float kCoarse = 1 << 13;
   template <int Rows, int Keys>
   using Bias = NoTile;
@@ -127,12 +136,6 @@ struct PlainScores {
   __device__ explicit PlainScores(const AttentionProblem& p)
       : scale(static_cast<float>(p.scale)), scale_log2(scale * kLog2E<float>) {}
   __device__ PlainScores(const AttentionProblem& p, int, int, const TileMask&) : PlainScores(p) {}
-
-  __device__ static bool drops(const AttentionProblem&) { return false; }
-
-  __device__ static float initial_max(const AttentionProblem&, int) {
-    return kNegativeInfinity<float>;
-  }
 
   __device__ float reference_for(float max) const { return max * scale_log2; }
   // By how many powers of two a maximum exceeds a reference.
@@ -173,9 +176,8 @@ struct PlainScores {
 
 // Plain scores of fp32 queries and keys, which may be of any size: distances come first, and are
 // scaled then.
-struct PlainFp32Scores {
+struct PlainFp32Scores : FewTerms {
   using Real = float;
-  static constexpr bool kGeneral = false, kMasked = false, kDropout = false;
   template <int Rows, int Keys>
   using Bias = NoTile;
   float scale, scale_log2;
@@ -184,11 +186,6 @@ struct PlainFp32Scores {
       : scale(static_cast<float>(p.scale)), scale_log2(scale * kLog2E<float>) {}
   __device__ PlainFp32Scores(const AttentionProblem& p, int, int, const TileMask&)
       : PlainFp32Scores(p) {}
-
-  __device__ static bool drops(const AttentionProblem&) { return false; }
-  __device__ static float initial_max(const AttentionProblem&, int) {
-    return kNegativeInfinity<float>;
-  }
 
   __device__ float reference_for(float max) const { return max; }
   __device__ float excess(float max, float reference) const {
@@ -242,19 +239,13 @@ struct NaturalScores {
 
 // Dot products with attn_mask, which is bool or of the operands' dtype, and no other term.
 template <class Element>
-struct MaskedScores : NaturalScores<float> {
-  static constexpr bool kGeneral = false, kMasked = true, kDropout = false;
+struct MaskedScores : NaturalScores<float>, FewTerms {
+  static constexpr bool kMasked = true;
   template <int Rows, int Keys>
   using Bias = MaskTile<Element, Rows, Keys>;
 
   __device__ MaskedScores(const AttentionProblem& p, int, int, const TileMask&)
       : NaturalScores(p) {}
-
-  __device__ static bool drops(const AttentionProblem&) { return false; }
-
-  __device__ static float initial_max(const AttentionProblem&, int) {
-    return kNegativeInfinity<float>;
-  }
 };
 
 // Every term of the formula, in its order.

@@ -30,6 +30,24 @@ __device__ __forceinline__ Real quad_sum(Real value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
+// The same of the lanes of a warp.
+template <class Real>
+__device__ __forceinline__ Real warp_max(Real value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value = larger(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+template <class Real>
+__device__ __forceinline__ Real warp_sum(Real value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
+  }
+  return value;
+}
+
 // The bases of a thread's coarse rows (PlainScores), -inf for the others. In shared memory, since
 // hardly any row has one.
 template <int Fragments, int Threads>

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "cuda/ptx/mma.cuh"
@@ -50,6 +51,26 @@ struct Accumulators {
     }
   }
 };
+
+// Accumulators of a warp (rows, N) to a tile, columns from `column`: pair(a, b) is what two
+// neighbours are stored as.
+template <int F, int B, class Tile, class Pair>
+__device__ __forceinline__ void store_pairs(const Accumulators<float, F, B>& from, Tile& tile,
+                                            int row, int column, int lane, const Pair& pair) {
+#pragma unroll
+  for (int f = 0; f < F; ++f) {
+#pragma unroll
+    for (int b = 0; b < B; ++b) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto stored = pair(from.value[f][b][2 * half], from.value[f][b][2 * half + 1]);
+        using Stored = std::remove_const_t<decltype(stored)>;
+        *reinterpret_cast<Stored*>(
+            tile.at(row + 16 * f + 8 * half + lane / 4, column + 8 * b + 2 * (lane % 4))) = stored;
+      }
+    }
+  }
+}
 
 // 16-bit elements on tensor cores, accumulated in fp32.
 template <class Element_>
@@ -144,18 +165,8 @@ struct TensorCores {
   template <int F, int B, class Tile>
   __device__ __forceinline__ static void store(const Accumulators<float, F, B>& from, Tile& tile,
                                                int row, int column, int lane) {
-#pragma unroll
-    for (int f = 0; f < F; ++f) {
-#pragma unroll
-      for (int b = 0; b < B; ++b) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<uint32_t*>(
-              tile.at(row + 16 * f + 8 * half + lane / 4, column + 8 * b + 2 * (lane % 4))) =
-              ptx::pack<Element>(from.value[f][b][2 * half], from.value[f][b][2 * half + 1]);
-        }
-      }
-    }
+    store_pairs(from, tile, row, column, lane,
+                [](float a, float b) { return ptx::pack<Element>(a, b); });
   }
 
   struct NoScratch {};

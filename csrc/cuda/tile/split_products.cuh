@@ -116,18 +116,7 @@ struct SplitTensorCores {
   template <int F, int B, class Tile>
   __device__ __forceinline__ static void store(const Accumulators<float, F, B>& from, Tile& tile,
                                                int row, int column, int lane) {
-#pragma unroll
-    for (int f = 0; f < F; ++f) {
-#pragma unroll
-      for (int b = 0; b < B; ++b) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<float2*>(
-              tile.at(row + 16 * f + 8 * half + lane / 4, column + 8 * b + 2 * (lane % 4))) =
-              make_float2(from.value[f][b][2 * half], from.value[f][b][2 * half + 1]);
-        }
-      }
-    }
+    store_pairs(from, tile, row, column, lane, [](float a, float b) { return make_float2(a, b); });
   }
 
   struct NoScratch {};

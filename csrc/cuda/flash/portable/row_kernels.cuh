@@ -2,7 +2,7 @@
 // and grad_query of the sums that it left.
 #pragma once
 
-#include "cuda/attend/scores.cuh"
+#include "cuda/attend/softmax_step.cuh"
 #include "cuda/flash/arguments.h"
 #include "cuda/flash/portable/tiles.cuh"
 #include "cuda/numeric.cuh"
@@ -11,15 +11,6 @@ namespace flashattn::cuda::portable {
 
 inline constexpr int kRowTermWarps = 8;
 inline constexpr int kLanesPerRow = 8;
-
-template <class Real>
-__device__ __forceinline__ Real warp_sum(Real value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, distance);
-  }
-  return value;
-}
 
 // The sum of two rows' products that `lane`, one of kLanesPerRow, has a share of.
 template <class Element>

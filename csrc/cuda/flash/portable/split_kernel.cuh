@@ -25,10 +25,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   const auto* const lse = static_cast<const LogSumExp<Real>*>(a.partial_lse) + index;
   Real max = kNegativeInfinity<Real>, sum = 0;
   for (int split = lane; split < a.splits; split += 32) max = larger(max, lse[split * rows].high);
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    max = larger(max, __shfl_xor_sync(0xffffffffu, max, distance));
-  }
+  max = warp_max(max);
   for (int split = lane; split < a.splits; split += 32) {
     const LogSumExp<Real> part = lse[split * rows];
     const Real above = part.high - OnlineSoftmax<Real>::finite_or_zero(max);
@@ -36,11 +33,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
     weights[warp][split] = weight;
     sum += weight;
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-  }
-  const OnlineSoftmax<Real> joined{max, sum};
+  const OnlineSoftmax<Real> joined{max, warp_sum(sum)};
   const Real inverse_sum = joined.inverse_sum();
   __syncwarp();
   const auto out = a.outputs.out.as<Element>(), out_low = a.outputs.out_low.as<Element>();
