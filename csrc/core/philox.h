@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/high_product.h"
 #include "core/host_device.h"
 
 namespace flashattn {
@@ -15,14 +16,6 @@ struct PhiloxCounter {
 struct PhiloxKey {
   uint32_t word[2];
 };
-
-FLASHATTN_HD uint32_t high_product(uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__)
-  return __umulhi(a, b);  // one instruction with a * b; from 64-bit products nvcc makes two more
-#else
-  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
-#endif
-}
 
 template <int Rounds>
 FLASHATTN_HD PhiloxCounter philox4x32(PhiloxCounter counter, PhiloxKey key) {

@@ -169,8 +169,8 @@ struct PlainScores : FewTerms {
  private:
   // What rounding scale_log2 lost, as a share of it.
   __device__ float lost_of_scale() const {
-    const double exact = scale * kLog2E<double>;
-    return static_cast<float>((exact - scale_log2) / exact);
+    constexpr float kLow = 1.92596299e-8f;  // of log2(e), beyond its rounding to float
+    return fmaf(scale, kLow, fmaf(scale, kLog2E<float>, -scale_log2)) / scale_log2;
   }
 };
 

@@ -1,6 +1,7 @@
 // What the flash attention kernels are launched with, and how blocks become tasks.
 #pragma once
 
+#include "core/divisor.h"
 #include "core/problem.h"
 #include "core/tile_schedule.h"
 #include "cuda/attend/mask_summary.cuh"
@@ -15,6 +16,42 @@ struct Chunked {
   bool bias = false;  // eight neighbouring keys of attn_mask are one aligned piece
 };
 
+// In which order blocks take the tiles of all heads. Where tiles differ in work, a section of heads
+// goes through its tiles together, largest first: blocks that start last are short, so the GPU does
+// not wait for a few of them. A section of one head goes through it tile by tile, for the cache.
+class BlockOrder {
+ public:
+  BlockOrder() = default;
+  // `parts` tiles of each of `heads`, which are those of all batches, and whatever else divides the
+  // work of a head.
+  BlockOrder(int64_t parts, int64_t heads, int64_t sections)
+      : blocks_(parts * heads), parts_(static_cast<int>(parts)) {
+    const int64_t section = std::max<int64_t>(divide_up(heads, sections), 1);
+    last_ = static_cast<int>(heads / section);
+    section_heads_ = Divisor(section);
+    section_blocks_ = Divisor(section * parts);
+    last_heads_ = Divisor(heads % section);
+  }
+
+  struct Place {
+    int head, part;
+  };
+  FLASHATTN_HD Place operator[](int block) const {
+    const Divisor::Result section = section_blocks_.divide(block);
+    const Divisor& heads = section.quotient == last_ ? last_heads_ : section_heads_;
+    const Divisor::Result place = heads.divide(section.rest);
+    return {section.quotient * section_heads_.value() + place.rest, place.quotient};
+  }
+  FLASHATTN_HD int parts() const { return parts_; }
+  int64_t blocks() const { return blocks_; }
+
+ private:
+  int64_t blocks_ = 0;
+  int parts_ = 0;
+  int last_ = 0;  // the number of the section that is not whole
+  Divisor section_blocks_, section_heads_, last_heads_;
+};
+
 struct ForwardTask {
   int batch, head;
   int row;           // first query row, inside the sequence
@@ -27,38 +64,31 @@ struct ForwardArguments {
   ForwardOutputs outputs;
   Chunked chunked;
   MaskSummary mask_summary;
-  int row_tile = 0;     // rows per block
-  int value_tile = 0;   // value columns per block
-  int parts = 0;        // row tiles of the longest sequence, or of all packed sequences
-  int value_parts = 0;  // value tiles
+  Divisor value_parts;  // value tiles
+  Divisor heads, group;
+  BlockOrder order;     // of row tiles: of the longest sequence, or of all packed sequences
   // Every sequence has one query row, and what the views call rows are the heads of a group: its
   // keys are then read once (see heads_as_rows).
   bool rows_are_heads = false;
   // Where row tiles are too few to fill the GPU, each one's keys are split into runs, whose results
   // a last kernel joins (split_kernel.cuh): (splits, batch, heads_q, len_q, head_dim_v) and
   // (splits, batch, heads_q, len_q) of LogSumExp, accumulator type.
-  int splits = 1;
+  Divisor splits;
   void *partial_out = nullptr, *partial_lse = nullptr;
 
   FLASHATTN_HD int64_t rows() const {
     return problem.sequences.count * problem.heads_q * problem.sequences.storage_q;
   }
-  int64_t blocks() const {
-    const int64_t batch = problem.sequences.packed() ? 1 : problem.sequences.count;
-    return batch * problem.heads_q * value_parts * splits * parts;
-  }
-
   // Neighbouring blocks share their keys; late rows, which see most under a causal mask, go first.
   // The rows of packed sequences are counted through all of them (packed_tiles.cuh).
+  template <int RowTile, int ValueTile>
   FLASHATTN_HD ForwardTask task(int block) const {
-    const int part = parts - 1 - block % parts;
-    block /= parts;
-    const int split = block % splits;
-    block /= splits;
-    const int value_part = block % value_parts;
-    block /= value_parts;
-    const int heads = static_cast<int>(problem.heads_q);
-    return {block / heads, block % heads, part * row_tile, value_part * value_tile, split};
+    const BlockOrder::Place place = order[block];
+    const Divisor::Result split = splits.divide(place.head);
+    const Divisor::Result value_part = value_parts.divide(split.quotient);
+    const Divisor::Result head = heads.divide(value_part.quotient);
+    return {head.quotient, head.rest, (order.parts() - 1 - place.part) * RowTile,
+            value_part.rest * ValueTile, split.rest};
   }
 };
 
@@ -102,9 +132,10 @@ struct BackwardArguments {
   MaskSummary mask_summary;
   MaskGradient mask_gradient = MaskGradient::elsewhere;
   bool deterministic = false;
-  int row_parts = 0;  // row tiles of the longest sequence, by the kernel's tile
-  int key_parts = 0;  // key tiles of the longest sequence, or of all packed sequences
-  int slices = 0;     // of the head dims
+  Divisor row_parts;  // row tiles of the longest sequence, by the kernel's tile
+  Divisor slices;     // of the head dims
+  Divisor heads, heads_kv, group;
+  BlockOrder order;  // of key tiles: of the longest sequence, or of all packed sequences
   PaddedRows padded;
   // Accumulator type, by padded row: lse split as the scores want it, and the row terms.
   void *lse_high = nullptr, *lse_low = nullptr, *deltas = nullptr;

@@ -28,7 +28,7 @@ __device__ __forceinline__ void wait_for(const int* turn, int mine) {
   __syncthreads();
 }
 
-// Blocks: (batch, heads_kv, slices of the head dims, key tiles), slowest first.
+// Heads of the block order: (batch, heads_kv, slices of the head dims), slowest first.
 template <class Tiles, class Terms>
 __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
                                   DeviceTile<Tiles>::kBlocksPerMultiprocessor)
@@ -41,16 +41,15 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
   auto& shared = *reinterpret_cast<BackwardShared<Tile, Terms>*>(shared_bytes);
   const AttentionProblem& p = a.problem;
 
-  int block = blockIdx.x;
   // Early keys are seen by most rows under a causal mask and go first. Turns go from the last key
   // tile to the first, so that a causal mask makes nobody wait.
-  int part = a.deterministic ? a.key_parts - 1 - block % a.key_parts : block % a.key_parts;
-  block /= a.key_parts;
-  const int slice = block % a.slices * Tile::kSlice;
-  block /= a.slices;
-  const int heads_kv = static_cast<int>(p.heads_kv), group = static_cast<int>(p.group_size());
-  const int kv_head = block % heads_kv;
-  int batch = block / heads_kv;
+  const BlockOrder::Place place = a.order[blockIdx.x];
+  int part = a.deterministic ? a.order.parts() - 1 - place.part : place.part;
+  const Divisor::Result slice_of = a.slices.divide(place.head);
+  const Divisor::Result kv_head_of = a.heads_kv.divide(slice_of.quotient);
+  const int slice = slice_of.rest * Tile::kSlice, kv_head = kv_head_of.rest;
+  const int group = a.group.value();
+  int batch = kv_head_of.quotient;
   if (p.sequences.packed()) {
     const SequenceTile tile = sequence_tile(p.sequences.cu_k, p.sequences.storage_k,
                                             static_cast<int>(p.sequences.count), Tile::kKeys, part);
@@ -154,8 +153,9 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
     // Key tiles add to grad_query of these rows from the last that they see to the first.
     int* const turn =
         a.turns +
-        ((static_cast<int64_t>(batch) * p.heads_q + head) * a.slices + slice / Tile::kSlice) *
-            a.row_parts +
+        ((static_cast<int64_t>(batch) * p.heads_q + head) * a.slices.value() +
+         slice / Tile::kSlice) *
+            a.row_parts.value() +
         row / Tile::kRows;
     const int my_turn =
         (mask.keys_for({row, min(row + Tile::kRows, len_q)}).end - 1) / Tile::kKeys - part;
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       if (a.deterministic) wait_for(turn, my_turn);
       Real* const sums =
           static_cast<Real*>(a.grad_query) +
-          (a.padded.begin(p, sequence, batch, head) + row) * a.slices * Tile::kSlice +
+          (a.padded.begin(p, sequence, batch, head) + row) * a.slices.value() * Tile::kSlice +
           Tile::kRows * slice;
 #pragma unroll
       for (int f = 0; f < kQueryFragments; ++f) {

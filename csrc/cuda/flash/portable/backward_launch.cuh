@@ -12,8 +12,10 @@ template <class Element, class Terms>
 void launch_row_terms(const OpScope& scope, BackwardArguments a) {
   const AttentionProblem& p = a.problem;
   using Real = Accumulator<Element>;
-  a.row_parts = static_cast<int>(divide_up(p.sequences.max_len_q, kPaddedRows));
-  const int64_t blocks = p.sequences.count * p.heads_q * a.row_parts;
+  const int64_t parts = divide_up(p.sequences.max_len_q, kPaddedRows);
+  const int64_t blocks = p.sequences.count * p.heads_q * parts;
+  a.row_parts = Divisor(parts);
+  a.heads = Divisor(p.heads_q);
   if (blocks > 0) {
     launch(scope, {blocks, 32 * kRowTermWarps}, flash_row_terms_kernel<Element, Terms>, a);
   }
@@ -21,7 +23,7 @@ void launch_row_terms(const OpScope& scope, BackwardArguments a) {
     constexpr int kThreads = 64;
     launch(scope, {divide_up(p.heads_q, kThreads), kThreads}, flash_add_sinks_kernel<Real>,
            static_cast<const Real*>(a.partial_sinks), a.outputs.grad_sinks,
-           static_cast<int>(p.sequences.count), static_cast<int>(p.heads_q), a.row_parts);
+           static_cast<int>(p.sequences.count), static_cast<int>(p.heads_q), static_cast<int>(parts));
   }
 }
 
@@ -31,25 +33,28 @@ void launch_gradients(const OpScope& scope, BackwardArguments a, const Workspace
   with_device_tile<Tiles>(scope, flash_backward_kernel<Tiles, Terms>, [&](auto tile) {
     using Tile = decltype(tile);
     using Real = typename Tile::Real;
-    a.row_parts = static_cast<int>(divide_up(p.sequences.max_len_q, Tile::kRows));
-    a.key_parts = static_cast<int>(tiles_of_keys(p.sequences, Tile::kKeys));
-    a.slices = static_cast<int>(
-        std::max<int64_t>(divide_up(std::max(p.head_dim, p.head_dim_v), Tile::kSlice), 1));
-    const int64_t sums = a.padded.count(p) * a.slices * Tile::kSlice * int64_t{sizeof(Real)};
-    const int64_t turns =
-        a.deterministic ? p.sequences.count * p.heads_q * a.slices * a.row_parts * int64_t{4} : 0;
+    const int64_t row_parts = divide_up(p.sequences.max_len_q, Tile::kRows);
+    const int64_t row_blocks = p.sequences.count * p.heads_q * row_parts;
+    a.row_parts = Divisor(row_parts);
+    a.heads = Divisor(p.heads_q);
+    a.heads_kv = Divisor(p.heads_kv);
+    a.group = Divisor(p.group_size());
+    a.slices = Divisor(divide_up(std::max(p.head_dim, p.head_dim_v), Tile::kSlice));
+    const int64_t slices = a.slices.value();
+    const int64_t sums = a.padded.count(p) * slices * Tile::kSlice * int64_t{sizeof(Real)};
+    const int64_t turns = a.deterministic ? row_blocks * slices * int64_t{4} : 0;
     char* const memory = static_cast<char*>(workspace(sums + turns));
     a.grad_query = memory;
     a.turns = reinterpret_cast<int*>(memory + sums);
     FLASHATTN_CUDA_CHECK(scope.op(), cudaMemsetAsync(memory, 0, sums + turns, scope.stream()));
 
-    const int64_t batch = p.sequences.packed() ? 1 : p.sequences.count;
-    const int64_t blocks = batch * p.heads_kv * a.slices * a.key_parts;
-    if (blocks > 0) {
-      launch(scope, {blocks, Tile::kThreads, sizeof(BackwardShared<Tile, Terms>)},
+    const int64_t parts = tiles_of_keys(p.sequences, Tile::kKeys);
+    const int64_t heads = batches_of(p.sequences) * p.heads_kv * slices;
+    if (parts * heads > 0) {
+      a.order = order_of<Tile>(scope, p, parts, heads);
+      launch(scope, {a.order.blocks(), Tile::kThreads, sizeof(BackwardShared<Tile, Terms>)},
              flash_backward_kernel<Tiles, Terms>, a);
     }
-    const int64_t row_blocks = p.sequences.count * p.heads_q * a.row_parts;
     if (row_blocks > 0 && a.outputs.grad_query) {
       launch(scope, {row_blocks, 256}, flash_query_gradient_kernel<Tiles>, a);
     }

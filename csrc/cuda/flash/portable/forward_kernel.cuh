@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<Tile, Scores>*>(shared_bytes);
   const AttentionProblem& p = arguments.problem;
-  ForwardTask task = arguments.task(blockIdx.x);
+  ForwardTask task = arguments.task<Tile::kRows, Tile::kValueDim>(blockIdx.x);
   if (p.sequences.packed()) {
     const SequenceTile tile =
         sequence_tile(p.sequences.cu_q, p.sequences.storage_q, static_cast<int>(p.sequences.count),
@@ -72,13 +72,13 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
   TileRange seen = mask.keys_for(rows);
   const TileRange all_see = mask.keys_for_all({rows.begin, rows.begin + Tile::kRows});
   int first_key = seen.begin / Tile::kKeys * Tile::kKeys;
-  if (arguments.splits > 1) {
+  if (arguments.splits.value() > 1) {
     const int tiles = (seen.end - first_key + Tile::kKeys - 1) / Tile::kKeys;
-    const int run = (tiles + arguments.splits - 1) / arguments.splits * Tile::kKeys;
+    const int run = arguments.splits.divide(tiles + arguments.splits.value() - 1).quotient * Tile::kKeys;
     first_key += task.split * run;
     seen.end = min(seen.end, first_key + run);
   }
-  const int kv_head = static_cast<int>(p.kv_head(task.head));
+  const int kv_head = arguments.group.divide(task.head).quotient;
   const int head_dim = static_cast<int>(p.head_dim);
   const int value_columns = static_cast<int>(p.head_dim_v) - task.value_column;
   const auto query = p.query.as<const Element>();
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
 
   const auto lse = arguments.outputs.lse.as<Real>();
   const auto lse_low = arguments.outputs.lse_low.as<Real>();
-  const Real keep_scale = p.dropout ? static_cast<Real>(p.dropout.keep_scale()) : Real(1);
+  const Real keep_scale = Scores::drops(p) ? static_cast<Real>(p.dropout.keep_scale()) : Real(1);
 #pragma unroll
   for (int f = 0; f < Tile::kFragments; ++f) {
 #pragma unroll
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       }
       const int row = rows.begin + warp_row + 16 * f + lane / 4 + 8 * half;
       if (row >= rows.end) continue;
-      if (arguments.splits > 1) {
+      if (arguments.splits.value() > 1) {
         const int64_t index =
             task.split * arguments.rows() +
             (int64_t{task.batch} * p.heads_q + task.head) * p.sequences.storage_q + row;
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
         lane);
   };
 #pragma unroll 1
-  for (int lost = 0; lost < 2 && arguments.splits == 1; ++lost) {
+  for (int lost = 0; lost < 2 && arguments.splits.value() == 1; ++lost) {
     const UntypedView4& view = lost ? arguments.outputs.out_low : arguments.outputs.out;
     if (!view) break;
     if (lost) {

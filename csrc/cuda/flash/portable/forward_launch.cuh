@@ -23,15 +23,33 @@ void with_width(const AttentionProblem& p, const Function& function, Widths... w
   (attempt(widths) || ...);
 }
 
+template <class Tile>
+int64_t blocks_at_once(const OpScope& scope) {
+  return int64_t{scope.device().multiprocessors} * Tile::kBlocksPerMultiprocessor;
+}
+
+// Under a causal mask sections of at least three times the blocks that run at once: hardly anybody
+// waits at the end, and what their heads share still lies in the cache. Packed sequences differ in
+// work whatever the mask, and have few heads.
+template <class Tile>
+BlockOrder order_of(const OpScope& scope, const AttentionProblem& p, int64_t parts, int64_t heads) {
+  int64_t sections = heads;
+  if (p.sequences.packed()) {
+    sections = 1;
+  } else if (p.mask_rule.causal) {
+    sections = std::max<int64_t>(parts * heads / (3 * blocks_at_once<Tile>(scope)), 1);
+  }
+  return {parts, heads, sections};
+}
+
 // How many runs a row tile's keys are split into: as many as fill the GPU once, each of at least
 // four key tiles.
 template <class Tile>
-int splits_of(const OpScope& scope, const ForwardArguments& a) {
-  if (a.problem.sequences.packed()) return 1;
-  const int64_t room = int64_t{scope.device().multiprocessors} * Tile::kBlocksPerMultiprocessor;
-  const int64_t wanted = room / std::max<int64_t>(a.blocks(), 1);
-  const int64_t most = a.problem.sequences.max_len_k / (4 * Tile::kKeys);
-  return static_cast<int>(std::max<int64_t>(std::min({wanted, most, int64_t{kMostSplits}}), 1));
+int64_t splits_of(const OpScope& scope, const AttentionProblem& p, int64_t blocks) {
+  if (p.sequences.packed()) return 1;
+  const int64_t wanted = blocks_at_once<Tile>(scope) / blocks;
+  const int64_t most = p.sequences.max_len_k / (4 * Tile::kKeys);
+  return std::max<int64_t>(std::min({wanted, most, int64_t{kMostSplits}}), 1);
 }
 
 // The tile that a kernel was compiled with: function(tile).
@@ -59,21 +77,23 @@ void launch_forward_kernel(const OpScope& scope, ForwardArguments a, const Works
     using Element = typename Tile::Arithmetic::Element;
     using Real = typename Tile::Arithmetic::Real;
     const AttentionProblem& p = a.problem;
-    a.row_tile = Tile::kRows;
-    a.value_tile = Tile::kValueDim;
-    a.parts = static_cast<int>(tiles_of_rows(p.sequences, Tile::kRows));
-    a.value_parts = static_cast<int>(divide_up(p.head_dim_v, Tile::kValueDim));
-    if (a.value_parts < 1) a.value_parts = 1;  // lse is wanted still
-    if (a.blocks() == 0) return;
-    a.splits = splits_of<Tile>(scope, a);
-    if (a.splits > 1) {
-      const int64_t lse = 2 * a.splits * a.rows(), out = a.splits * a.rows() * p.head_dim_v;
+    a.value_parts = Divisor(divide_up(p.head_dim_v, Tile::kValueDim));  // 1 for lse alone
+    a.heads = Divisor(p.heads_q);
+    a.group = Divisor(p.group_size());
+    const int64_t parts = tiles_of_rows(p.sequences, Tile::kRows);
+    const int64_t heads = batches_of(p.sequences) * p.heads_q * a.value_parts.value();
+    if (parts * heads == 0) return;
+    const int64_t splits = splits_of<Tile>(scope, p, parts * heads);
+    a.splits = Divisor(splits);
+    a.order = order_of<Tile>(scope, p, parts, heads * splits);
+    if (splits > 1) {
+      const int64_t lse = 2 * splits * a.rows(), out = splits * a.rows() * p.head_dim_v;
       a.partial_lse = workspace((lse + out) * int64_t{sizeof(Real)});
       a.partial_out = static_cast<Real*>(a.partial_lse) + lse;
     }
-    launch(scope, {a.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
+    launch(scope, {a.order.blocks(), Tile::kThreads, sizeof(ForwardShared<Tile, Scores>)},
            flash_forward_kernel<Tiles, Scores>, a);
-    if (a.splits > 1) {
+    if (splits > 1) {
       launch(scope, {a.rows(), 32 * kJoinWarps}, flash_join_splits_kernel<Element>, a);
     }
   });
@@ -96,14 +116,6 @@ inline ForwardArguments heads_as_rows(ForwardArguments a) {
   p.sequences.storage_q = p.sequences.max_len_q = group;
   a.rows_are_heads = true;
   return a;
-}
-
-// Whether rows see few of few keys, for tiles of up to 128 columns.
-inline bool is_short(const AttentionProblem& p) {
-  const int64_t dim = std::max(p.head_dim, p.head_dim_v), keys = p.sequences.max_len_k;
-  const bool some_hidden =
-      p.mask_rule.causal || p.mask_rule.window_left < keys || p.mask_rule.window_right < keys;
-  return dim <= 128 && some_hidden && keys <= 1024;
 }
 
 // fp32 by multiply-adds, and by tensor cores with plain scores.
@@ -149,15 +161,6 @@ void launch_forward(const OpScope& scope, const ForwardArguments& a, const Works
                   scope, heads_as_rows(a), workspace);
             },
             Width<64>{}, Width<128>{}, Width<256>{});
-      }
-      if (is_short(p)) {
-        return with_width(
-            p,
-            [&](auto width) {
-              launch_forward_kernel<ShortTile<Arithmetic, width.value>, PlainScores>(scope, a,
-                                                                                     workspace);
-            },
-            Width<64>{}, Width<128>{});
       }
       return with_width(
           p,

@@ -14,6 +14,9 @@ inline bool has_plain_scores(const AttentionProblem& p) {
   return p.scale > 0 && p.softcap == 0 && !p.attn_mask && !p.alibi_slopes && !p.sinks;
 }
 
+// What is told apart by the first dimension: packed sequences share one.
+inline int64_t batches_of(const Sequences& s) { return s.packed() ? 1 : s.count; }
+
 // Tiles of the longest sequence, or of all packed sequences.
 inline int64_t tiles_of_rows(const Sequences& s, int size) {
   return s.packed() ? packed_tiles(s.storage_q, s.count, size) : divide_up(s.max_len_q, size);

@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(32 * kRowTermWarps)
   using Real = Accumulator<Element>;
   __shared__ Real sinks[kRowTermWarps];
   const AttentionProblem& p = a.problem;
-  const int heads = static_cast<int>(p.heads_q);
-  const int part = blockIdx.x % a.row_parts, head = blockIdx.x / a.row_parts % heads;
-  const int batch = blockIdx.x / a.row_parts / heads;
+  const Divisor::Result part_of = a.row_parts.divide(blockIdx.x);
+  const Divisor::Result head_of = a.heads.divide(part_of.quotient);
+  const int part = part_of.rest, head = head_of.rest, batch = head_of.quotient;
   const Sequence sequence = p.sequences[batch];
   if (part * kPaddedRows >= sequence.len_q && !a.partial_sinks) return;
   const int lane = threadIdx.x % kLanesPerRow;
@@ -136,15 +136,15 @@ __global__ void __launch_bounds__(256)
   using Element = typename Tile::Element;
   using Real = typename Tile::Real;
   const AttentionProblem& p = a.problem;
-  const int heads = static_cast<int>(p.heads_q);
-  const int part = blockIdx.x % a.row_parts, head = blockIdx.x / a.row_parts % heads;
-  const int batch = blockIdx.x / a.row_parts / heads;
+  const Divisor::Result part_of = a.row_parts.divide(blockIdx.x);
+  const Divisor::Result head_of = a.heads.divide(part_of.quotient);
+  const int part = part_of.rest, head = head_of.rest, batch = head_of.quotient;
   const Sequence sequence = p.sequences[batch];
   const int row = part * Tile::kRows, rows = static_cast<int>(sequence.len_q) - row;
   if (rows <= 0) return;
   constexpr int kFragmentColumns = Tile::kSlice / 8;
   constexpr int kFragments = Tile::kRows / 16 * kFragmentColumns;
-  const int width = a.slices * Tile::kSlice, head_dim = static_cast<int>(p.head_dim);
+  const int width = a.slices.value() * Tile::kSlice, head_dim = static_cast<int>(p.head_dim);
   const Real* const sums = static_cast<const Real*>(a.grad_query) +
                            (a.padded.begin(p, sequence, batch, head) + row) * width;
   const auto to = a.outputs.grad_query.as<Element>();
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(256)
   const Real scale = static_cast<Real>(p.scale);
   const int lane = threadIdx.x % 32;
 #pragma unroll 4
-  for (int i = threadIdx.x / 32; i < a.slices * kFragments; i += 256 / 32) {
+  for (int i = threadIdx.x / 32; i < a.slices.value() * kFragments; i += 256 / 32) {
     const int slice = i / kFragments, fragment = i % kFragments;
     const int at_row = fragment / kFragmentColumns * 16 + lane / 4;
     const int column = slice * Tile::kSlice + fragment % kFragmentColumns * 8 + 2 * (lane % 4);

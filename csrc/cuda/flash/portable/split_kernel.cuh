@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
 
   const auto* const lse = static_cast<const LogSumExp<Real>*>(a.partial_lse) + index;
   Real max = kNegativeInfinity<Real>, sum = 0;
-  for (int split = lane; split < a.splits; split += 32) max = larger(max, lse[split * rows].high);
+  for (int split = lane; split < a.splits.value(); split += 32) max = larger(max, lse[split * rows].high);
   max = warp_max(max);
-  for (int split = lane; split < a.splits; split += 32) {
+  for (int split = lane; split < a.splits.value(); split += 32) {
     const LogSumExp<Real> part = lse[split * rows];
     const Real above = part.high - OnlineSoftmax<Real>::finite_or_zero(max);
     const Real weight = exponential<Real>(above + part.low);
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   for (int column = threadIdx.x; column < p.head_dim_v; column += 32 * kJoinWarps) {
     Real value = 0;
 #pragma unroll 16
-    for (int split = 0; split < a.splits; ++split) {
+    for (int split = 0; split < a.splits.value(); ++split) {
       const Real weight = weights[warp][split];
       const Real term = partial[split * rows * p.head_dim_v + column];
       value += weight != 0 ? weight * term : Real(0);

@@ -19,6 +19,9 @@ constexpr Room room_of(int arch) {
          : arch < 90 || arch >= 120 ? Room::small
                                     : Room::large;
 }
+constexpr int kilobytes(Room room) {
+  return room == Room::small ? 99 : room == Room::medium ? 163 : 227;
+}
 #if defined(__CUDA_ARCH__)
 inline constexpr Room kDeviceRoom = room_of(__CUDA_ARCH__ / 10);
 #else
@@ -44,12 +47,14 @@ struct ForwardTile {
   using For = ForwardTile;  // the same on every GPU
 };
 
-// Two stages where they fit.
+// Two stages where they leave room for all blocks.
 template <class Arithmetic, int HeadDim, int Rows, int Keys, int Warps, int Blocks>
 struct StagedForwardTile {
+  static constexpr int kBytes =
+      (Rows + 4 * Keys) * HeadDim * static_cast<int>(sizeof(typename Arithmetic::Element));
   template <Room room>
   using For = ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, Rows, Keys, Warps, Blocks,
-                          room == Room::large ? 2 : 1>;
+                          Blocks * kBytes < kilobytes(room) * 1024 ? 2 : 1>;
 };
 
 template <class Arithmetic, int HeadDim, ScoreKind kind>
@@ -75,12 +80,10 @@ struct BackwardTilesOf {
   FLASHATTN_FORWARD(TensorCores<bfloat16>, HeadDim, kind, __VA_ARGS__)
 
 //                            depth value rows keys warps blocks
-FLASHATTN_FORWARD_16BIT(64, plain, 64, 64, 128, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(96, plain, 96, 96, 128, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(192, plain, 192, 192, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(256, plain, 256, 256, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(64, dropped, 64, 64, 128, 64, 4, 3);
-FLASHATTN_FORWARD_16BIT(128, dropped, 128, 128, 128, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(256, dropped, 256, 256, 64, 64, 4, 2);
 FLASHATTN_FORWARD_16BIT(64, masked, 64, 64, 128, 64, 4, 3);
 FLASHATTN_FORWARD_16BIT(128, masked, 128, 128, 128, 64, 4, 2);
@@ -98,12 +101,14 @@ FLASHATTN_FORWARD(SplitTensorCores<Side::left>, 512, general, 64, 64, 64, 32, 4,
 FLASHATTN_FORWARD(MultiplyAdds<double>, 64, general, 64, 64, 32, 32, 2, 2);
 FLASHATTN_FORWARD(MultiplyAdds<double>, 512, general, 32, 32, 32, 32, 2, 2);
 template <class Element>
+struct ForwardTiles<TensorCores<Element>, 64, ScoreKind::plain>
+    : StagedForwardTile<TensorCores<Element>, 64, 128, 64, 4, 3> {};
+template <class Element>
 struct ForwardTiles<TensorCores<Element>, 128, ScoreKind::plain>
     : StagedForwardTile<TensorCores<Element>, 128, 128, 64, 4, 2> {};
-// Where rows see few keys, blocks of fewer rows balance better and waste less on the diagonal.
-template <class Arithmetic, int HeadDim>
-using ShortTile =
-    ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, 64, 64, 4, HeadDim <= 64 ? 4 : 3>;
+template <class Element>
+struct ForwardTiles<TensorCores<Element>, 128, ScoreKind::dropped>
+    : StagedForwardTile<TensorCores<Element>, 128, 128, 64, 4, 2> {};
 // Few query rows read their keys once: what counts is how many blocks have loads in flight.
 inline constexpr int kFewRows = 16;
 template <class Arithmetic, int HeadDim>
