@@ -1,7 +1,6 @@
 // Division by a number that is known long before what is divided: a multiplication and a shift.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -17,9 +16,7 @@ namespace flashattn {
 class Divisor {
  public:
   Divisor() = default;  // by 1
-  explicit Divisor(int64_t by)
-      : value_(static_cast<int>(
-            std::clamp<int64_t>(by, 1, std::numeric_limits<int32_t>::max()))) {
+  explicit Divisor(int64_t by) : value_(by < 1 ? 1 : by > kMost ? kMost : static_cast<int>(by)) {
     while ((int64_t{1} << shift_) < value_) ++shift_;
     multiplier_ = static_cast<uint32_t>(((uint64_t{1} << (31 + shift_)) + value_ - 1) / value_);
   }
@@ -35,6 +32,8 @@ class Divisor {
   FLASHATTN_HD int value() const { return value_; }
 
  private:
+  static constexpr int kMost = std::numeric_limits<int32_t>::max();
+
   int value_ = 1;
   int shift_ = 0;
   uint32_t multiplier_ = uint32_t{1} << 31;

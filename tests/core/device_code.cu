@@ -1,9 +1,11 @@
 // Compiled by test_house_rules.py where nvcc is found: every part of core/ that kernels call must
 // be device code too. Nothing here runs.
 #include "core/constants.h"
+#include "core/divisor.h"
 #include "core/dropout.h"
 #include "core/dropout_mask_problem.h"
 #include "core/dtype.h"
+#include "core/high_product.h"
 #include "core/mask.h"
 #include "core/online_softmax.h"
 #include "core/philox.h"
@@ -18,11 +20,12 @@
 namespace flashattn {
 
 template <class Element>
-__global__ void use_core(AttentionProblem problem, ForwardOutputs outputs) {
+__global__ void use_core(AttentionProblem problem, ForwardOutputs outputs, Divisor divisor) {
   using Real = Accumulator<Element>;
   const auto query = problem.query.as<const Element>();
   const auto lse = outputs.lse.as<Real>();
-  const Task task = TaskGrid{problem.sequences.count, problem.heads_q, 1}[blockIdx.x];
+  const Task task =
+      TaskGrid{problem.sequences.count, problem.heads_q, 1}[divisor.divide(blockIdx.x).quotient];
   const Sequence sequence = problem.sequences[task.batch];
   const SequenceMask mask = problem.mask_rule.for_sequence(sequence.len_q, sequence.len_k);
   const DropoutStream stream = problem.dropout.stream(task.batch, problem.heads_q, task.head);
@@ -66,9 +69,9 @@ __global__ void use_softmax(SoftmaxForwardProblem problem, DropoutStream stream,
 
 template __global__ void use_softmax<float>(SoftmaxForwardProblem, DropoutStream, float*);
 template __global__ void use_softmax<double>(SoftmaxForwardProblem, DropoutStream, double*);
-template __global__ void use_core<float16>(AttentionProblem, ForwardOutputs);
-template __global__ void use_core<bfloat16>(AttentionProblem, ForwardOutputs);
-template __global__ void use_core<float>(AttentionProblem, ForwardOutputs);
-template __global__ void use_core<double>(AttentionProblem, ForwardOutputs);
+template __global__ void use_core<float16>(AttentionProblem, ForwardOutputs, Divisor);
+template __global__ void use_core<bfloat16>(AttentionProblem, ForwardOutputs, Divisor);
+template __global__ void use_core<float>(AttentionProblem, ForwardOutputs, Divisor);
+template __global__ void use_core<double>(AttentionProblem, ForwardOutputs, Divisor);
 
 }  // namespace flashattn

@@ -43,11 +43,11 @@ bool has_whole_chunks(const Tensors<Direction>& tensors, int64_t adjacent) {
   return whole;
 }
 
-// Whether rows that begin anywhere may be held in registers: of 16-bit elements, for which alone
-// that was measured.
+// Whether rows that begin anywhere may be held in registers.
 template <class Direction>
 inline constexpr bool kHeldBetweenEdges =
-    sizeof(typename Direction::Read) == 2 && sizeof(typename Direction::Written) == 2;
+    sizeof(typename Direction::Read) < 8 &&
+    sizeof(typename Direction::Read) == sizeof(typename Direction::Written);
 
 // Whether the rows of all operands and of the result lie alike to the multiples of 16 bytes.
 template <class Direction>
@@ -71,6 +71,12 @@ inline Grid grid_of(const RowPlan& plan, int64_t blocks, int chunk_bytes) {
           .threads = plan.threads,
           .shared_bytes = plan.capacity * chunk_bytes,
           .cluster = plan.cluster};
+}
+
+// How many rows ahead the held kernel asks for: a quarter of those that are held at once, 1024
+// threads a multiprocessor.
+inline int rows_ahead(const DeviceProperties& device, const RowPlan& plan) {
+  return std::max(device.multiprocessors * 256 / (plan.threads * plan.cluster), 1);
 }
 
 // Held: where a block keeps its part of a row; chunk_bytes: of shared memory per chunk.
@@ -139,20 +145,20 @@ void launch_rows(const OpScope& scope, const Tensors<Direction>& tensors,
         const int in_registers = plan.threads * HeldInRegisters<Direction>::kThreadChunks;
         grid.shared_bytes = std::max(plan.capacity - in_registers, 0) * kChunkBytes;
         launch(scope, grid, softmax_held_kernel<Direction, HeldInBoth<Direction>>, tensors,
-               direction, exponent_of(plan.cluster), plan.capacity);
+               direction, exponent_of(plan.cluster), plan.capacity, rows_ahead(device, plan));
       }
       return;
     case RowKernel::held_between_edges:
       if constexpr (!kWhole && kHeldBetweenEdges<Direction>) {
         launch(scope, grid_of(plan, rows * plan.cluster, 0),
                softmax_held_kernel<Direction, HeldBetweenEdges<Direction>>, tensors, direction,
-               exponent_of(plan.cluster), plan.capacity);
+               exponent_of(plan.cluster), plan.capacity, rows_ahead(device, plan));
       }
       return;
     case RowKernel::held_in_registers:
     case RowKernel::held_in_shared:
       return launch(scope, grid_of(plan, rows * plan.cluster, kHeldBytes), held_kernel, tensors,
-                    direction, exponent_of(plan.cluster), plan.capacity);
+                    direction, exponent_of(plan.cluster), plan.capacity, rows_ahead(device, plan));
     case RowKernel::online:
       return launch_online<Direction, Held>(scope, tensors, direction, plan, kHeldBytes, workspace);
   }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/numeric.cuh"
+#include "cuda/ptx/load.cuh"
 #include "cuda/softmax/direction.cuh"
 
 namespace flashattn::cuda {
@@ -68,6 +69,15 @@ struct Row {
 
   __device__ bool is_whole(int first) const { return first >= 0 && first + kChunk <= length; }
   __device__ bool has(int element) const { return element >= 0 && element < length; }
+
+  // Brings the chunks [begin, end) into the L2 cache.
+  __device__ void prefetch(int begin, int end) const {
+#pragma unroll
+    for (int o = 0; o < Direction::kOperands; ++o) {
+      const auto address = reinterpret_cast<uintptr_t>(operand[o]) / 16 * 16;
+      if (end > begin) ptx::prefetch_to_l2(address + begin * uintptr_t{16}, 16 * (end - begin));
+    }
+  }
 
   __device__ Chunk<Read> load_elements(int o, int first) const {
     Chunk<Read> chunk;

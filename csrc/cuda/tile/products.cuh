@@ -79,10 +79,6 @@ struct TensorCores {
   using Real = float;
   using Transposed = TensorCores;
   static constexpr int kDepth = 16;  // of one instruction
-  // Steps over a depth that are unrolled: all up to 128, which the fast tiles have; beyond,
-  // unrolling buys nothing but compile time.
-  template <int Depth>
-  static constexpr int kUnrolledSteps = Depth <= 128 ? Depth / kDepth : 4;
 
   // sum (warp rows, N) += a (rows from a_row, D) * b (N rows, D)^T.
   template <int F, int B, class TileA, class TileB>
@@ -91,7 +87,7 @@ struct TensorCores {
                                                              const TileB& b, int b_row, int lane) {
     const auto place_a = a.place(a_row + lane % 16, lane / 16);
     const auto place_b = b.place(b_row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll kUnrolledSteps < TileA::kColumns>
+#pragma unroll
     for (int d = 0; d < TileA::kColumns; d += kDepth) {
       uint32_t fa[F][4];
 #pragma unroll
@@ -112,7 +108,7 @@ struct TensorCores {
                                                   int lane) {
     const auto place_a = a.place(a_row + lane % 16, lane / 16);
     const auto place_b = b.place(lane % 16, b_column / 8 + lane / 16);
-#pragma unroll kUnrolledSteps < TileA::kColumns>
+#pragma unroll
     for (int d = 0; d < TileA::kColumns; d += kDepth) {
       uint32_t fa[F][4];
 #pragma unroll

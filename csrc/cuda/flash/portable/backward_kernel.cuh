@@ -148,15 +148,16 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
       shared.bias[stage].template interleave<Tile::kThreads>(p.attn_mask);
     }
     __syncthreads();  // the rows are here, and everybody is done with those before
-    if (Tile::kStages > 1 && next_head < heads_end) load_rows(stage ^ 1, next_head, next_row);
+    const auto load_next = [&] {
+      if (Tile::kStages > 1 && next_head < heads_end) load_rows(stage ^ 1, next_head, next_row);
+    };
 
     // Key tiles add to grad_query of these rows from the last that they see to the first.
-    int* const turn =
-        a.turns +
-        ((static_cast<int64_t>(batch) * p.heads_q + head) * a.slices.value() +
-         slice / Tile::kSlice) *
-            a.row_parts.value() +
-        row / Tile::kRows;
+    int* const turn = a.turns +
+                      ((static_cast<int64_t>(batch) * p.heads_q + head) * a.slices.value() +
+                       slice / Tile::kSlice) *
+                          a.row_parts.value() +
+                      row / Tile::kRows;
     const int my_turn =
         (mask.keys_for({row, min(row + Tile::kRows, len_q)}).end - 1) / Tile::kKeys - part;
     fill_general_terms<Tile, Terms>(shared, a, batch, head, row, keys.begin, len_q, len_k);
@@ -171,11 +172,16 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
     // the ones compute hides behind what the others multiply.
     const bool decides_early = warp < Tile::kWarps / 2 || !visible;
     if (decides_early) decide_dropout();
+    // So do they with the addresses of what they load, where no other block would fill the gap.
+    constexpr bool kApart = Tile::kBlocksPerMultiprocessor == 1 && !Terms::kDropout;
+    const bool loads_early = !kApart || warp < Tile::kWarps / 2 || !visible;
+    if (loads_early) load_next();
     if (visible) {
       Accumulators<Real, Tile::kFragments, Tile::kWarpRows / 8> dots, grads;
       product<Tile>(
           dots, shared, stage, 0, static_cast<int>(p.head_dim), key,
           [&](int column) { return query(head, row, column); }, warp_key, warp_row, lane);
+      if (!loads_early) load_next();
       product<Tile>(
           grads, shared, stage, 1, static_cast<int>(p.head_dim_v), value,
           [&](int column) { return grad_out(head, row, column); }, warp_key, warp_row, lane);

@@ -23,7 +23,8 @@ void launch_row_terms(const OpScope& scope, BackwardArguments a) {
     constexpr int kThreads = 64;
     launch(scope, {divide_up(p.heads_q, kThreads), kThreads}, flash_add_sinks_kernel<Real>,
            static_cast<const Real*>(a.partial_sinks), a.outputs.grad_sinks,
-           static_cast<int>(p.sequences.count), static_cast<int>(p.heads_q), static_cast<int>(parts));
+           static_cast<int>(p.sequences.count), static_cast<int>(p.heads_q),
+           static_cast<int>(parts));
   }
 }
 

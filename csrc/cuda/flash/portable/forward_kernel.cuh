@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(DeviceTile<Tiles>::kThreads,
   int first_key = seen.begin / Tile::kKeys * Tile::kKeys;
   if (arguments.splits.value() > 1) {
     const int tiles = (seen.end - first_key + Tile::kKeys - 1) / Tile::kKeys;
-    const int run = arguments.splits.divide(tiles + arguments.splits.value() - 1).quotient * Tile::kKeys;
+    const int run =
+        arguments.splits.divide(tiles + arguments.splits.value() - 1).quotient * Tile::kKeys;
     first_key += task.split * run;
     seen.end = min(seen.end, first_key + run);
   }

@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
 
   const auto* const lse = static_cast<const LogSumExp<Real>*>(a.partial_lse) + index;
   Real max = kNegativeInfinity<Real>, sum = 0;
-  for (int split = lane; split < a.splits.value(); split += 32) max = larger(max, lse[split * rows].high);
+  for (int split = lane; split < a.splits.value(); split += 32)
+    max = larger(max, lse[split * rows].high);
   max = warp_max(max);
   for (int split = lane; split < a.splits.value(); split += 32) {
     const LogSumExp<Real> part = lse[split * rows];

@@ -53,8 +53,9 @@ struct StagedForwardTile {
   static constexpr int kBytes =
       (Rows + 4 * Keys) * HeadDim * static_cast<int>(sizeof(typename Arithmetic::Element));
   template <Room room>
-  using For = ForwardTile<Arithmetic, HeadDim, HeadDim, HeadDim, Rows, Keys, Warps, Blocks,
-                          Blocks * kBytes < kilobytes(room) * 1024 ? 2 : 1>;
+  using For = ForwardTile < Arithmetic,
+        HeadDim, HeadDim, HeadDim, Rows, Keys, Warps, Blocks,
+        Blocks* kBytes<kilobytes(room) * 1024 ? 2 : 1>;
 };
 
 template <class Arithmetic, int HeadDim, ScoreKind kind>
