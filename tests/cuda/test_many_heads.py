@@ -10,7 +10,9 @@ import flashattn_ext
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # (heads_q, heads_kv, length, head_dim): tiles do not divide lengths, nor sections heads.
+# A call of FEW heads has too many blocks to be split over keys, which would round otherwise.
 PROBLEMS = ((302, 302, 650, 64), (151, 151, 650, 128), (214, 107, 330, 256), (606, 202, 650, 40))
+FEW = 40
 
 
 def results(query, key, value, grad_out, rng_state, **options):
@@ -32,8 +34,9 @@ def test_many_heads_give_what_few_give(heads_q, heads_kv, length, head_dim, opti
     many = results(query, key, value, grad_out, None, **options)
     group = heads_q // heads_kv
     for batch in range(2):
-        for first in range(0, heads_kv, 40):
-            kv = slice(first, min(first + 40, heads_kv))
+        for first in range(0, heads_kv, FEW):
+            last = min(first + FEW, heads_kv)
+            kv = slice(last - FEW, last)
             q = slice(kv.start * group, kv.stop * group)
             few = results(
                 query[batch : batch + 1, q], key[batch : batch + 1, kv],
