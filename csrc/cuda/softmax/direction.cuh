@@ -27,6 +27,7 @@ struct Forward {
   using Written = Out;
   using Real = Accumulator<In>;
   static constexpr int kOperands = 1;  // input
+  static constexpr int kAhead = 1;     // operands that are asked for ahead of their loads
 
   // The online softmax (Milakov and Gimelshein, arXiv:1805.02867), without branches.
   struct State {
@@ -125,6 +126,7 @@ struct Backward {
   using Written = Out;
   using Real = Accumulator<In>;
   static constexpr int kOperands = 2;  // grad_output, output
+  static constexpr int kAhead = 0;     // with two nothing is gained
 
   struct State {
     Real sum;

@@ -70,10 +70,11 @@ struct Row {
   __device__ bool is_whole(int first) const { return first >= 0 && first + kChunk <= length; }
   __device__ bool has(int element) const { return element >= 0 && element < length; }
 
-  // Brings the chunks [begin, end) into the L2 cache.
+  // Asks for the chunks [begin, end) of the first operands, to be in the L2 cache when they are
+  // loaded.
   __device__ void prefetch(int begin, int end) const {
 #pragma unroll
-    for (int o = 0; o < Direction::kOperands; ++o) {
+    for (int o = 0; o < Direction::kAhead; ++o) {
       const auto address = reinterpret_cast<uintptr_t>(operand[o]) / 16 * 16;
       if (end > begin) ptx::prefetch_to_l2(address + begin * uintptr_t{16}, 16 * (end - begin));
     }

@@ -45,14 +45,9 @@ __global__ void __launch_bounds__(1024)
                  [&](int i) { return direction.result_of_gathered(fragment.value, i, totals); });
 }
 
-// Whether a block asks for a part of a later row, to be in the L2 cache by then. Two operands gain
-// nothing.
-template <class Direction>
-inline constexpr bool kAsksAhead = Direction::kOperands == 1;
-
 // Large rows, and rows that begin anywhere: a block, or the 2^cluster_bits blocks of a cluster,
-// hold a row, `capacity` chunks in each, and ask for their part of the row `ahead` rows behind.
-// Held: one of the Held classes.
+// hold a row, `capacity` chunks in each, and ask for their part of the row `ahead` rows behind (0:
+// of none). Held: one of the Held classes.
 template <class Direction, class Held>
 __global__ void __launch_bounds__(1024)
     softmax_held_kernel(const __grid_constant__ Tensors<Direction> tensors, Direction direction,
@@ -66,14 +61,12 @@ __global__ void __launch_bounds__(1024)
   const Row<Direction> row(tensors, index, 0, tensors.shape.length);
   const int begin = (blockIdx.x & ((1 << cluster_bits) - 1)) * capacity;
 
-  if constexpr (kAsksAhead<Direction>) {
-    if (threadIdx.x == 0 && index + ahead < tensors.shape.outer) {
-      const Row<Direction> later(tensors, index + ahead, 0, tensors.shape.length);
-      later.prefetch(begin, min(begin + capacity, later.chunks()));
-    }
-  }
   Held held(shared, capacity);
   held.load(row, begin, min(begin + capacity, row.chunks()));
+  if (threadIdx.x == 0 && ahead > 0 && index + ahead < tensors.shape.outer) {
+    const Row<Direction> later(tensors, index + ahead, 0, tensors.shape.length);
+    later.prefetch(begin, min(begin + capacity, later.chunks()));
+  }
   State state = Direction::join_lanes(held.add_to(Direction::empty(), direction), 32);
   state = join_warps<Direction>(state, warp_states);
   if (cluster_bits > 0) state = cluster.join(state);
