@@ -43,15 +43,4 @@ struct TaskGrid {
   }
 };
 
-// Into how many runs of key tiles backward is split per (batch, head): enough tasks for the cores
-// of a large machine when batch and heads are few, and no more, since each run owns a partial
-// grad_query.
-FLASHATTN_HD int64_t backward_key_splits(int64_t batch_heads, int64_t key_tiles) {
-  constexpr int64_t kWantedTasks = 32, kMostSplits = 16;
-  if (batch_heads <= 0 || key_tiles <= 1) return 1;
-  int64_t splits = divide_up(kWantedTasks, batch_heads);
-  splits = splits > kMostSplits ? kMostSplits : splits;
-  return splits > key_tiles ? key_tiles : splits;
-}
-
 }  // namespace flashattn

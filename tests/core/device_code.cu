@@ -50,7 +50,7 @@ __global__ void use_core(AttentionProblem problem, ForwardOutputs outputs, Divis
     }
     state.merge(other);
     const auto joined = MergeWeights<Real>::of(state.log_sum_exp().high, other.log_sum_exp().low);
-    *lse.at(task.batch, task.head, row) = joined.lse + gradient * backward_key_splits(1, 2);
+    *lse.at(task.batch, task.head, row) = joined.lse + gradient;
     *outputs.out.as<Element>().at(task.batch, problem.kv_head(task.head)) =
         convert<Element>(joined.weight_a);
   }

@@ -87,24 +87,5 @@ TEST(TaskGrid, CountsPastThirtyTwoBits) {
   EXPECT_EQ(last.part, 2);
 }
 
-TEST(BackwardKeySplits, StayWithinBounds) {
-  for (int64_t batch_heads = 0; batch_heads < 100; ++batch_heads) {
-    for (int64_t key_tiles = 0; key_tiles < 100; ++key_tiles) {
-      const int64_t splits = backward_key_splits(batch_heads, key_tiles);
-      ASSERT_GE(splits, 1);
-      ASSERT_LE(splits, key_tiles > 1 ? key_tiles : 1);
-      ASSERT_LE(splits, 16);
-      // Few (batch, head) pairs and many tiles: enough tasks; many pairs: no partial gradients.
-      if (batch_heads >= 2 && key_tiles >= 16) {
-        ASSERT_GE(splits * batch_heads, 32);
-      }
-      if (batch_heads >= 32) {
-        ASSERT_EQ(splits, 1);
-      }
-    }
-  }
-  EXPECT_EQ(backward_key_splits(int64_t{1} << 40, int64_t{1} << 40), 1);
-}
-
 }  // namespace
 }  // namespace flashattn
