@@ -13,6 +13,7 @@ Transforms of `torch.func` pass through the same kernel, once for each level.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -41,10 +42,11 @@ class DifferentiableOp:
         self.function = function
         self.formula = formula
         self.defaults = positional_defaults(op)
-        # Tensors are among the first arguments; what follows them, as it mostly is.
-        self.tensors = len(self.defaults) - next(
-            i for i, a in enumerate(reversed(positional_arguments(op))) if "Tensor" in str(a.type)
-        )
+        # Tensors are among the first arguments, and those that must be given the very first.
+        arguments = positional_arguments(op)
+        self.tensors = 1 + max(i for i, a in enumerate(arguments) if "Tensor" in str(a.type))
+        self.required = sum(not a.has_default_value() for a in arguments)
+        self.no_tensors = self.defaults[self.required : self.tensors]
         self.usual = self.defaults[self.tensors :]
         library.impl(op.name().split("::")[1], self.autograd_kernel, "Autograd")
 
@@ -57,23 +59,28 @@ class DifferentiableOp:
             or has_torch_function(args)
         ):
             return self.op(*args, **kwargs)
-        return self.run(*args, **kwargs)
+        return self.run(args, kwargs)
 
     def autograd_kernel(self, *args, **kwargs):
         """What the dispatcher calls."""
-        return self.run(*args, **kwargs)
+        return self.run(args, kwargs)
 
-    def run(self, *args, **kwargs):
+    def run(self, args: tuple, kwargs: dict):
         if forward_ad._current_level >= 0 and any(map(has_tangent, args)):
             return self.formula(*args, *self.defaults[len(args) :], **kwargs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args[: self.tensors]):
             args = (*args, *self.defaults[len(args) :], *kwargs.values())
             return apply(self.function, *args)
-        if self.usual and args[self.tensors :] == self.usual:
-            # The dispatcher fills in defaults faster than it reads them.
-            args = args[: self.tensors]
+        args = self.without_defaults(args)
         with below_autograd():
             return self.op(*args, **kwargs)
+
+    def without_defaults(self, args: tuple) -> tuple:
+        """Less to read for the dispatcher, which fills them in faster."""
+        if not self.usual or args[self.tensors :] != self.usual:
+            return args
+        none_given = all(map(is_, args[self.required : self.tensors], self.no_tensors))
+        return args[: self.required if none_given else self.tensors]
 
 
 def has_tangent(value) -> bool:

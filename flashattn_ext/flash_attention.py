@@ -249,7 +249,7 @@ class _FlashOp(DifferentiableOp):
     """Called from here with gradients, it leaves out the low parts, which only backward needs."""
 
     def autograd_kernel(self, *args, **kwargs):
-        out, lse, max_logits, *lows = self.run(*args, **kwargs)
+        out, lse, max_logits, *lows = self.run(args, kwargs)
         return out, lse, max_logits, *(lows or (absent(out), absent(lse)))
 
 

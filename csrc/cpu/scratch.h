@@ -17,19 +17,23 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(int64_t count, Fill fill = Fill::none) {
     if (count <= 0) return;
-    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) & -kAlignment;
-    // calloc's pages are zero without being touched; only what a kernel writes costs memory.
-    memory_.reset(fill == Fill::zero ? std::calloc(1, bytes)
-                                     : std::aligned_alloc(kAlignment, bytes));
+    // Aligned here: malloc answers small requests several times as fast as aligned_alloc, and
+    // calloc's pages are zero without being touched, so that only what a kernel writes costs
+    // memory.
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T) + kAlignment;
+    memory_.reset(fill == Fill::zero ? std::calloc(1, bytes) : std::malloc(bytes));
     if (!memory_) throw std::bad_alloc();
   }
 
-  T* data() const { return static_cast<T*>(memory_.get()); }
+  T* data() const {
+    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
+    return reinterpret_cast<T*>((address + kAlignment - 1) & -kAlignment);  // null stays null
+  }
   T& operator[](int64_t i) const { return data()[i]; }
   explicit operator bool() const { return static_cast<bool>(memory_); }
 
  private:
-  static constexpr size_t kAlignment = 64;
+  static constexpr uintptr_t kAlignment = 64;
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };

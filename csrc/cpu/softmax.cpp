@@ -14,6 +14,12 @@ namespace {
 
 constexpr int64_t kTaskElements = 1 << 15;  // smaller tasks cost more to hand out than to do
 
+// Results that the caches would not keep until somebody reads them go past them.
+bool past_caches(const SoftmaxShape& shape, int64_t bytes_per_element) {
+  constexpr int64_t kCacheBytes = 16 << 20;  // of the last level, the share of a few threads
+  return shape.outer * shape.length * shape.inner * bytes_per_element > kCacheBytes;
+}
+
 // Adjacent columns that are taken together: many, since they are read as they lie, but a task for
 // every thread. Never a part of a cache line.
 int64_t columns_together(const SoftmaxShape& shape) {
@@ -70,8 +76,9 @@ Lines<const Element> rows_of(const SoftmaxOperand& operand, int64_t first) {
 }
 
 template <class Element>
-Lines<Element> rows_of(const SoftmaxResult& result, const SoftmaxShape& shape, int64_t first) {
-  return {static_cast<Element*>(result.data) + first * shape.length, shape.length};
+ResultLines<Element> rows_of(const SoftmaxResult& result, const SoftmaxShape& shape, int64_t first,
+                             bool past_caches) {
+  return {static_cast<Element*>(result.data) + first * shape.length, shape.length, past_caches};
 }
 
 template <class Element>
@@ -81,25 +88,26 @@ Lines<const Element> columns_of(const SoftmaxOperand& operand, int64_t slab, int
 }
 
 template <class Element>
-Lines<Element> columns_of(const SoftmaxResult& result, const SoftmaxShape& shape, int64_t slab,
-                          int64_t column) {
+ResultLines<Element> columns_of(const SoftmaxResult& result, const SoftmaxShape& shape,
+                                int64_t slab, int64_t column, bool past_caches) {
   auto* data = static_cast<Element*>(result.data);
-  return {data + slab * shape.length * shape.inner + column, shape.inner};
+  return {data + slab * shape.length * shape.inner + column, shape.inner, past_caches};
 }
 
 template <class In, class Out>
 void forward(const SoftmaxForwardProblem& p) {
   const SoftmaxFormula formula{p.kind};
   const auto& kernels = std::get<SoftmaxKernels<In, Out>>(softmax_set());
+  const bool streams = past_caches(p.shape, sizeof(In) + sizeof(Out));
   if (p.shape.inner == 1) {
     for_each_run(p.shape, p.input.outer, p.input.outer, [&](int64_t first, int64_t rows) {
       kernels.forward_rows(formula, rows_of<In>(p.input, first), rows, p.shape.length,
-                           rows_of<Out>(p.output, p.shape, first));
+                           rows_of<Out>(p.output, p.shape, first, streams));
     });
   } else {
     for_each_group(p.shape, [&](int64_t slab, int64_t column, int64_t width) {
       kernels.forward_columns(formula, columns_of<In>(p.input, slab, column), p.shape.length, width,
-                              columns_of<Out>(p.output, p.shape, slab, column));
+                              columns_of<Out>(p.output, p.shape, slab, column, streams));
     });
   }
 }
@@ -108,17 +116,18 @@ template <class In, class Out>
 void backward(const SoftmaxBackwardProblem& p) {
   const SoftmaxFormula formula{p.kind};
   const auto& kernels = std::get<SoftmaxKernels<Out, In>>(softmax_set());
+  const bool streams = past_caches(p.shape, 2 * sizeof(In) + sizeof(Out));
   if (p.shape.inner == 1) {
     for_each_run(p.shape, p.grad_output.outer, p.output.outer, [&](int64_t first, int64_t rows) {
       kernels.backward_rows(formula, rows_of<In>(p.grad_output, first),
                             rows_of<In>(p.output, first), rows, p.shape.length,
-                            rows_of<Out>(p.grad_input, p.shape, first));
+                            rows_of<Out>(p.grad_input, p.shape, first, streams));
     });
   } else {
     for_each_group(p.shape, [&](int64_t slab, int64_t column, int64_t width) {
       kernels.backward_columns(formula, columns_of<In>(p.grad_output, slab, column),
                                columns_of<In>(p.output, slab, column), p.shape.length, width,
-                               columns_of<Out>(p.grad_input, p.shape, slab, column));
+                               columns_of<Out>(p.grad_input, p.shape, slab, column, streams));
     });
   }
 }

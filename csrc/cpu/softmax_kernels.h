@@ -19,21 +19,35 @@ struct Lines {
   Element* operator[](int64_t line) const { return data + line * stride; }
 };
 
+// A line to write; past the caches where these would not keep it until somebody reads it.
+template <class Element>
+struct ResultLine {
+  Element* data;
+  bool past_caches;
+};
+template <class Element>
+struct ResultLines {
+  Element* data;
+  int64_t stride;
+  bool past_caches;
+  ResultLine<Element> operator[](int64_t line) const { return {data + line * stride, past_caches}; }
+};
+
 // Of an input and an output of forward; backward reads what forward wrote.
 template <class Input, class Output>
 struct SoftmaxKernels {
   void (*forward_rows)(SoftmaxFormula formula, Lines<const Input> input, int64_t rows,
-                       int64_t length, Lines<Output> output);
+                       int64_t length, ResultLines<Output> output);
   void (*backward_rows)(SoftmaxFormula formula, Lines<const Output> grad_output,
                         Lines<const Output> output, int64_t rows, int64_t length,
-                        Lines<Input> grad_input);
+                        ResultLines<Input> grad_input);
   // `length` lines across `width` columns, at most kMostSoftmaxColumns. What a column gets depends
   // on no other.
   void (*forward_columns)(SoftmaxFormula formula, Lines<const Input> input, int64_t length,
-                          int64_t width, Lines<Output> output);
+                          int64_t width, ResultLines<Output> output);
   void (*backward_columns)(SoftmaxFormula formula, Lines<const Output> grad_output,
                            Lines<const Output> output, int64_t length, int64_t width,
-                           Lines<Input> grad_input);
+                           ResultLines<Input> grad_input);
 };
 
 using SoftmaxSet = std::tuple<SoftmaxKernels<float16, float16>, SoftmaxKernels<float16, float>,

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/scratch.h"
+#include "cpu/softmax_kernels.h"
 #include "tensors.h"
 
 namespace flashattn::cpu {
@@ -165,6 +167,76 @@ TEST(Softmax, BackwardMatchesTheFormula) {
       }
     });
   });
+}
+
+// Results that begin at every place of a vector, in poisoned memory.
+template <class Element>
+struct PlacedLines {
+  static constexpr int64_t kPad = 64;
+  PlacedLines(int64_t lines, int64_t stride, int64_t offset)
+      : size(lines * stride + 2 * kPad), memory(size), first(memory.data() + kPad + offset) {
+    std::memset(memory.data(), kPoison, bytes());
+  }
+  size_t bytes() const { return static_cast<size_t>(size) * sizeof(Element); }
+  bool same_as(const PlacedLines& other) const {
+    return std::memcmp(memory.data(), other.memory.data(), bytes()) == 0;
+  }
+
+  int64_t size;
+  Buffer<Element> memory;  // aligned to a cache line
+  Element* first;
+};
+
+template <class Input, class Output>
+void results_past_the_caches_are_the_same(const SoftmaxKernels<Input, Output>& kernels) {
+  constexpr int64_t kMost = 4100;
+  std::mt19937 random(3);
+  std::normal_distribution<double> normal;
+  std::vector<Input> input(kMost);
+  std::vector<Output> grad(kMost), output(kMost);
+  for (auto& x : input) x = convert<Input>(static_cast<float>(normal(random)));
+  for (auto& x : grad) x = convert<Output>(static_cast<float>(normal(random)));
+  for (auto& x : output) x = convert<Output>(static_cast<float>(normal(random)));
+
+  struct Block {
+    int64_t lines, width;
+  };
+  for (const auto kind : {SoftmaxKind::softmax, SoftmaxKind::log_softmax}) {
+    for (const auto [lines, width] : {Block{19, 5}, {18, 16}, {17, 67}, {4, 1025}, {37, 97}}) {
+      for (const int64_t offset : {0, 1, 3, 8}) {
+        SCOPED_TRACE(std::to_string(lines) + " x " + std::to_string(width) + " at " +
+                     std::to_string(offset));
+        const SoftmaxFormula formula{kind};
+        const auto expect_same = [&](auto element, const auto& call) {
+          PlacedLines<decltype(element)> cached(lines, width, offset),
+              streamed = {lines, width, offset};
+          call(ResultLines<decltype(element)>{cached.first, width, false});
+          call(ResultLines<decltype(element)>{streamed.first, width, true});
+          EXPECT_TRUE(streamed.same_as(cached));
+        };
+        const int64_t columns = std::min(width, kMostSoftmaxColumns);
+        expect_same(Output(), [&](auto to) {
+          kernels.forward_rows(formula, {input.data(), width}, lines, width, to);
+        });
+        expect_same(Output(), [&](auto to) {
+          kernels.forward_columns(formula, {input.data(), width}, lines, columns, to);
+        });
+        expect_same(Input(), [&](auto to) {
+          kernels.backward_rows(formula, {grad.data(), width}, {output.data(), width}, lines, width,
+                                to);
+        });
+        expect_same(Input(), [&](auto to) {
+          kernels.backward_columns(formula, {grad.data(), width}, {output.data(), width}, lines,
+                                   columns, to);
+        });
+      }
+    }
+  }
+}
+
+TEST(Softmax, ResultsPastTheCachesAreTheSame) {
+  std::apply([](const auto&... kernels) { (results_past_the_caches_are_the_same(kernels), ...); },
+             softmax_set());
 }
 
 // As torch: a row of -inf, and one with NaN or +inf, is NaN; -inf beside a number is 0.

@@ -57,6 +57,18 @@ inline void for_each_vector(int64_t length, const Body& body) {
   if (i < length) body(i, length - i);
 }
 
+// The elements [i, i + count) of a result.
+template <class Real, class Element>
+inline void store_result(ResultLine<Element> line, int64_t i, int64_t count, Vector<Real> vector) {
+  Element* to = line.data + i;
+  constexpr uintptr_t kBytes = kLanes<Real> * sizeof(Element);
+  if (line.past_caches && count >= kLanes<Real> && reinterpret_cast<uintptr_t>(to) % kBytes == 0) {
+    stream_elements<Real>(to, vector);
+  } else {
+    store_some<Real>(to, 1, count, vector);
+  }
+}
+
 // A maximum that may be subtracted from -inf.
 template <class Real>
 inline Real or_zero(Real max) {
@@ -68,24 +80,26 @@ struct SoftmaxRows {
   using Real = Accumulator<Input>;
 
   static void forward_rows(SoftmaxFormula formula, Lines<const Input> input, int64_t rows,
-                           int64_t length, Lines<Output> output) {
+                           int64_t length, ResultLines<Output> output) {
     if (length <= kShort) {
       for (int64_t r = 0; r < rows; r += kCount) {
         forward_short(formula, {input[r], input.stride}, std::min<int64_t>(kCount, rows - r),
-                      length, {output[r], output.stride});
+                      length, {output[r].data, output.stride, output.past_caches});
       }
     } else {
       for (int64_t r = 0; r < rows; ++r) forward(formula, input[r], length, output[r]);
     }
+    if (output.past_caches) end_of_stream();
   }
   static void backward_rows(SoftmaxFormula formula, Lines<const Output> grad_output,
                             Lines<const Output> output, int64_t rows, int64_t length,
-                            Lines<Input> grad_input) {
+                            ResultLines<Input> grad_input) {
     for (int64_t r = 0; r < rows; ++r) {
       const Vector<Real> sum =
           broadcast(sum_of_gradients(formula, grad_output[r], output[r], length));
       store_gradient(formula, grad_output[r], output[r], length, sum, grad_input[r]);
     }
+    if (grad_input.past_caches) end_of_stream();
   }
 
  private:
@@ -94,7 +108,7 @@ struct SoftmaxRows {
 
   // At most kCount rows: no row waits for its own maximum or sum.
   static void forward_short(SoftmaxFormula formula, Lines<const Input> input, int64_t rows,
-                            int64_t length, Lines<Output> output) {
+                            int64_t length, ResultLines<Output> output) {
     Real terms[kCount][kShort], max[kCount], normaliser[kCount];
     Vector<Real> parts[kCount];
     std::fill_n(parts, kCount, broadcast(kNegativeInfinity<Real>));
@@ -123,8 +137,8 @@ struct SoftmaxRows {
     for (Real& sum : normaliser) sum = formula.normaliser(sum);
     for (int64_t r = 0; r < rows; ++r) {
       for_each_vector<Real>(length, [&](int64_t i, int64_t count) {
-        store_some<Real>(output[r] + i, 1, count,
-                         formula.value(load(terms[r] + i), broadcast(normaliser[r])));
+        store_result<Real>(output[r], i, count,
+                           formula.value(load(terms[r] + i), broadcast(normaliser[r])));
       });
     }
   }
@@ -154,7 +168,8 @@ struct SoftmaxRows {
     return sum.sum();
   }
 
-  static void forward(SoftmaxFormula formula, const Input* input, int64_t length, Output* output) {
+  static void forward(SoftmaxFormula formula, const Input* input, int64_t length,
+                      ResultLine<Output> output) {
     if (formula.is_log() || length > kChunk) return forward_again(formula, input, length, output);
     Real terms[kChunk];
     const Real subtract = or_zero(largest(input, length));
@@ -162,14 +177,14 @@ struct SoftmaxRows {
                                          [&](int64_t i, Vector<Real> e) { store(terms + i, e); });
     const Vector<Real> normaliser = broadcast(formula.normaliser(sum));
     for_each_vector<Real>(length, [&](int64_t i, int64_t count) {
-      store_some<Real>(output + i, 1, count, formula.value(load(terms + i), normaliser));
+      store_result<Real>(output, i, count, formula.value(load(terms + i), normaliser));
     });
   }
 
   // The same with a second look at the input: a row that is too long to keep its exponentials, or
   // does not need them.
   static void forward_again(SoftmaxFormula formula, const Input* input, int64_t length,
-                            Output* output) {
+                            ResultLine<Output> output) {
     Real max = kNegativeInfinity<Real>, sum = 0;
     for (int64_t begin = 0; begin < length; begin += kChunk) {
       const int64_t count = std::min(kChunk, length - begin);
@@ -184,7 +199,7 @@ struct SoftmaxRows {
     for_each_vector<Real>(length, [&](int64_t i, int64_t count) {
       Vector<Real> term = load_or(input + i, count, Real(0)) - max;
       if (!formula.is_log()) term = exponential_below_infinity(term);
-      store_some<Real>(output + i, 1, count, formula.value(term, normaliser));
+      store_result<Real>(output, i, count, formula.value(term, normaliser));
     });
   }
 
@@ -200,12 +215,12 @@ struct SoftmaxRows {
 
   static void store_gradient(SoftmaxFormula formula, const Output* grad_output,
                              const Output* output, int64_t length, Vector<Real> sum,
-                             Input* grad_input) {
+                             ResultLine<Input> grad_input) {
     for_each_vector<Real>(length, [&](int64_t i, int64_t count) {
       Vector<Real> probability = load_or(output + i, count, Real(0));
       if (formula.is_log()) probability = exponential(probability);
       const Vector<Real> grad = load_or(grad_output + i, count, Real(0));
-      store_some<Real>(grad_input + i, 1, count, formula.gradient(grad, probability, sum));
+      store_result<Real>(grad_input, i, count, formula.gradient(grad, probability, sum));
     });
   }
 };
@@ -217,7 +232,7 @@ struct SoftmaxColumns {
   static constexpr int64_t kMost = kMostSoftmaxColumns;
 
   static void forward(SoftmaxFormula formula, Lines<const Input> input, int64_t length,
-                      int64_t width, Lines<Output> output) {
+                      int64_t width, ResultLines<Output> output) {
     Real max[kMost], sum[kMost];
     std::fill_n(max, kMost, kNegativeInfinity<Real>);
     std::fill_n(sum, kMost, Real(0));
@@ -244,14 +259,15 @@ struct SoftmaxColumns {
       for_each_vector<Real>(width, [&](int64_t c, int64_t count) {
         Vector<Real> term = load_some<Real>(input[l] + c, 1, count) - load(max + c);
         if (!formula.is_log()) term = exponential_below_infinity(term);
-        store_some<Real>(output[l] + c, 1, count, formula.value(term, load(sum + c)));
+        store_result<Real>(output[l], c, count, formula.value(term, load(sum + c)));
       });
     }
+    if (output.past_caches) end_of_stream();
   }
 
   static void backward(SoftmaxFormula formula, Lines<const Output> grad_output,
                        Lines<const Output> output, int64_t length, int64_t width,
-                       Lines<Input> grad_input) {
+                       ResultLines<Input> grad_input) {
     Real sum[kMost];
     std::fill_n(sum, kMost, Real(0));
     for (int64_t l = 0; l < length; l += kLines) {
@@ -270,10 +286,11 @@ struct SoftmaxColumns {
         Vector<Real> probability = load_some<Real>(output[l] + c, 1, count);
         if (formula.is_log()) probability = exponential(probability);
         const Vector<Real> grad = load_some<Real>(grad_output[l] + c, 1, count);
-        store_some<Real>(grad_input[l] + c, 1, count,
-                         formula.gradient(grad, probability, load(sum + c)));
+        store_result<Real>(grad_input[l], c, count,
+                           formula.gradient(grad, probability, load(sum + c)));
       });
     }
+    if (grad_input.past_caches) end_of_stream();
   }
 };
 

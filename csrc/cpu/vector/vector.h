@@ -41,6 +41,30 @@ inline Vector<Real> load_some(const Element* from, int64_t stride, int64_t count
   return load_elements(elements);
 }
 
+// Stores past the caches: memory is not read before it is written, and nothing else leaves the
+// caches for it. `to` is aligned to a vector's worth of elements. end_of_stream() closes a stream.
+template <class Real, class Element>
+inline void stream_elements(Element* to, Vector<Real> vector) {
+  Element elements[kLanes<Real>];
+  store_elements(elements, vector);
+#if defined(__SSE2__)
+  constexpr int kPieces = kLanes<Real> * sizeof(Element) / sizeof(__m128i);
+#pragma GCC unroll 4
+  for (int piece = 0; piece < kPieces; ++piece) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to) + piece,
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(elements) + piece));
+  }
+  if constexpr (kPieces > 0) return;
+#endif
+  std::memcpy(to, elements, sizeof(elements));
+}
+
+inline void end_of_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // As many of a narrower type as a vector has Reals.
 template <class Real, class Narrow>
 struct NarrowVectorOf {
