@@ -9,7 +9,8 @@
 
 namespace flashattn::cpu {
 
-inline constexpr int64_t kMostSoftmaxColumns = 256;
+inline constexpr int64_t kMostSoftmaxColumns = 1024, kFewestSoftmaxColumns = 32;
+inline constexpr int64_t kMostSoftmaxTerms = 1 << 16;  // that stay in the cache of a core
 
 // Lines of adjacent elements: rows, or one element each of adjacent columns.
 template <class Element>
@@ -33,18 +34,19 @@ struct ResultLines {
   ResultLine<Element> operator[](int64_t line) const { return {data + line * stride, past_caches}; }
 };
 
-// Of an input and an output of forward; backward reads what forward wrote.
+// Of an input and an output of forward; backward reads what forward wrote. `terms` has room for
+// kMostSoftmaxTerms, or for whole cache lines of all that a call gets if these are fewer.
 template <class Input, class Output>
 struct SoftmaxKernels {
   void (*forward_rows)(SoftmaxFormula formula, Lines<const Input> input, int64_t rows,
-                       int64_t length, ResultLines<Output> output);
+                       int64_t length, ResultLines<Output> output, Accumulator<Input>* terms);
   void (*backward_rows)(SoftmaxFormula formula, Lines<const Output> grad_output,
                         Lines<const Output> output, int64_t rows, int64_t length,
                         ResultLines<Input> grad_input);
-  // `length` lines across `width` columns, at most kMostSoftmaxColumns. What a column gets depends
-  // on no other.
+  // `length` lines across `width` columns, at most kMostSoftmaxColumns, or kFewestSoftmaxColumns
+  // where more are more than kMostSoftmaxTerms. What a column gets depends on no other.
   void (*forward_columns)(SoftmaxFormula formula, Lines<const Input> input, int64_t length,
-                          int64_t width, ResultLines<Output> output);
+                          int64_t width, ResultLines<Output> output, Accumulator<Input>* terms);
   void (*backward_columns)(SoftmaxFormula formula, Lines<const Output> grad_output,
                            Lines<const Output> output, int64_t length, int64_t width,
                            ResultLines<Input> grad_input);

@@ -80,14 +80,14 @@ struct SoftmaxRows {
   using Real = Accumulator<Input>;
 
   static void forward_rows(SoftmaxFormula formula, Lines<const Input> input, int64_t rows,
-                           int64_t length, ResultLines<Output> output) {
+                           int64_t length, ResultLines<Output> output, Real* terms) {
     if (length <= kShort) {
       for (int64_t r = 0; r < rows; r += kCount) {
         forward_short(formula, {input[r], input.stride}, std::min<int64_t>(kCount, rows - r),
                       length, {output[r].data, output.stride, output.past_caches});
       }
     } else {
-      for (int64_t r = 0; r < rows; ++r) forward(formula, input[r], length, output[r]);
+      for (int64_t r = 0; r < rows; ++r) forward(formula, input[r], length, output[r], terms);
     }
     if (output.past_caches) end_of_stream();
   }
@@ -169,9 +169,10 @@ struct SoftmaxRows {
   }
 
   static void forward(SoftmaxFormula formula, const Input* input, int64_t length,
-                      ResultLine<Output> output) {
-    if (formula.is_log() || length > kChunk) return forward_again(formula, input, length, output);
-    Real terms[kChunk];
+                      ResultLine<Output> output, Real* terms) {
+    if (formula.is_log() || length > kMostSoftmaxTerms) {
+      return forward_again(formula, input, length, output);
+    }
     const Real subtract = or_zero(largest(input, length));
     const Real sum = sum_of_exponentials(input, length, subtract,
                                          [&](int64_t i, Vector<Real> e) { store(terms + i, e); });
@@ -228,37 +229,39 @@ struct SoftmaxRows {
 template <class Input, class Output>
 struct SoftmaxColumns {
   using Real = Accumulator<Input>;
-  static constexpr int64_t kLines = 16;  // that are in the nearest cache when they are read again
+  static constexpr int64_t kLines = 16;  // summed by themselves: short sums round less
   static constexpr int64_t kMost = kMostSoftmaxColumns;
+  using Row = Real[kMost];  // one number of each column
 
+  // Line after line, since neighbours come from memory together. Where the terms of all lines can
+  // be kept, no exponential is computed twice.
   static void forward(SoftmaxFormula formula, Lines<const Input> input, int64_t length,
-                      int64_t width, ResultLines<Output> output) {
-    Real max[kMost], sum[kMost];
-    std::fill_n(max, kMost, kNegativeInfinity<Real>);
-    std::fill_n(sum, kMost, Real(0));
-    for (int64_t l = 0; l < length; l += kLines) {
-      const int64_t lines = std::min(kLines, length - l);
-      for_each_vector<Real>(width, [&](int64_t c, int64_t count) {
-        const auto at = [&](int64_t line) {
-          return load_some<Real>(input[l + line] + c, 1, count);
-        };
-        const Vector<Real> before = load(max + c);
-        Vector<Real> now = before;
-        for (int64_t line = 0; line < lines; ++line) now = larger(at(line), now);
-        store(max + c, now);
-        const Vector<Real> subtract = now == kNegativeInfinity<Real> ? Vector<Real>{} : now;
-        Vector<Real> part{};
-        for (int64_t line = 0; line < lines; ++line) {
-          part += exponential_below_infinity(at(line) - subtract);
-        }
-        store(sum + c, load(sum + c) * exponential_below_infinity(before - subtract) + part);
+                      int64_t width, ResultLines<Output> output, Real* terms) {
+    const int64_t pitch = round_up(width, kLanes<Real>);
+    const bool kept = length <= kMostSoftmaxTerms / kFewestSoftmaxColumns;
+    const int64_t block = kept ? length : kMostSoftmaxTerms / kMostSoftmaxColumns;
+    Row max, sum;
+    std::fill_n(max, pitch, kNegativeInfinity<Real>);
+    std::fill_n(sum, pitch, Real(0));
+    for (int64_t l = 0; l < length; l += block) {
+      const int64_t lines = std::min(block, length - l);
+      Row before;
+      std::copy_n(max, pitch, before);
+      load_terms({input[l], input.stride}, lines, width, {terms, pitch}, max);
+      for_each_vector<Real>(pitch, [&](int64_t c, int64_t) {
+        const Vector<Real> rescale =
+            exponential_below_infinity(load(before + c) - or_zero(load(max + c)));
+        store(sum + c, load(sum + c) * rescale);
       });
+      sum_exponentials(formula, lines, pitch, terms, max, sum);
     }
     for (int64_t c = 0; c < width; ++c) sum[c] = formula.normaliser(sum[c]);
     for (int64_t l = 0; l < length; ++l) {
       for_each_vector<Real>(width, [&](int64_t c, int64_t count) {
-        Vector<Real> term = load_some<Real>(input[l] + c, 1, count) - load(max + c);
-        if (!formula.is_log()) term = exponential_below_infinity(term);
+        Vector<Real> term =
+            kept ? load(terms + l * pitch + c) : load_some<Real>(input[l] + c, 1, count);
+        if (formula.is_log() || !kept) term -= load(max + c);
+        if (!formula.is_log() && !kept) term = exponential_below_infinity(term);
         store_result<Real>(output[l], c, count, formula.value(term, load(sum + c)));
       });
     }
@@ -268,19 +271,12 @@ struct SoftmaxColumns {
   static void backward(SoftmaxFormula formula, Lines<const Output> grad_output,
                        Lines<const Output> output, int64_t length, int64_t width,
                        ResultLines<Input> grad_input) {
-    Real sum[kMost];
-    std::fill_n(sum, kMost, Real(0));
-    for (int64_t l = 0; l < length; l += kLines) {
-      const int64_t lines = std::min(kLines, length - l);
-      for_each_vector<Real>(width, [&](int64_t c, int64_t count) {
-        Vector<Real> part{};
-        for (int64_t line = l; line < l + lines; ++line) {
-          part += formula.summand(load_some<Real>(grad_output[line] + c, 1, count),
-                                  load_some<Real>(output[line] + c, 1, count));
-        }
-        store(sum + c, load(sum + c) + part);
-      });
-    }
+    Row sum;
+    std::fill_n(sum, round_up(width, kLanes<Real>), Real(0));
+    add_blocks(length, width, sum, [&](int64_t l, int64_t c, int64_t count) {
+      return formula.summand(load_some<Real>(grad_output[l] + c, 1, count),
+                             load_some<Real>(output[l] + c, 1, count));
+    });
     for (int64_t l = 0; l < length; ++l) {
       for_each_vector<Real>(width, [&](int64_t c, int64_t count) {
         Vector<Real> probability = load_some<Real>(output[l] + c, 1, count);
@@ -291,6 +287,53 @@ struct SoftmaxColumns {
       });
     }
     if (grad_input.past_caches) end_of_stream();
+  }
+
+ private:
+  static int64_t round_up(int64_t value, int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+  }
+  static Vector<Real> or_zero(Vector<Real> max) {
+    return max == kNegativeInfinity<Real> ? Vector<Real>{} : max;
+  }
+
+  static void load_terms(Lines<const Input> input, int64_t lines, int64_t width, Lines<Real> terms,
+                         Row& max) {
+    for (int64_t l = 0; l < lines; ++l) {
+      for_each_vector<Real>(width, [&](int64_t c, int64_t count) {
+        const Vector<Real> x = load_some<Real>(input[l] + c, 1, count);
+        store(terms[l] + c, x);
+        store(max + c, larger(x, load(max + c)));
+      });
+    }
+  }
+
+  // Adds exp(term - max) of all lines to sum; softmax keeps them as its terms.
+  static void sum_exponentials(SoftmaxFormula formula, int64_t lines, int64_t pitch, Real* terms,
+                               const Row& max, Row& sum) {
+    add_blocks(lines, pitch, sum, [&](int64_t l, int64_t c, int64_t) {
+      Real* const term = terms + l * pitch + c;
+      const Vector<Real> e = exponential_below_infinity(load(term) - or_zero(load(max + c)));
+      if (!formula.is_log()) store(term, e);
+      return e;
+    });
+  }
+
+  // Adds vector(line, column, count) of all lines to sum.
+  template <class VectorAt>
+  static void add_blocks(int64_t lines, int64_t width, Row& sum, const VectorAt& vector) {
+    for (int64_t begin = 0; begin < lines; begin += kLines) {
+      const int64_t end = std::min(begin + kLines, lines);
+      Row part;
+      std::fill_n(part, round_up(width, kLanes<Real>), Real(0));
+      for (int64_t l = begin; l < end; ++l) {
+        for_each_vector<Real>(width, [&](int64_t c, int64_t count) {
+          store(part + c, load(part + c) + vector(l, c, count));
+        });
+      }
+      for_each_vector<Real>(
+          width, [&](int64_t c, int64_t) { store(sum + c, load(sum + c) + load(part + c)); });
+    }
   }
 };
 
