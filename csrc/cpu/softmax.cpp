@@ -29,9 +29,9 @@ bool past_caches(const SoftmaxShape& shape, int64_t bytes_per_element) {
 
 // Adjacent columns that are taken together: many, since they are read as they lie, but so few that
 // what is read twice stays in the cache, and a task for every thread. Never a part of a cache line.
-int64_t columns_together(const SoftmaxShape& shape) {
+int64_t columns_together(const SoftmaxShape& shape, int operands) {
   constexpr int64_t kFewest = kFewestSoftmaxColumns;
-  const int64_t cached = kMostSoftmaxTerms / shape.length / kFewest * kFewest;
+  const int64_t cached = kMostSoftmaxTerms / (operands * shape.length) / kFewest * kFewest;
   int64_t columns = std::min(shape.inner, kMostSoftmaxColumns);
   if (cached > 0) columns = std::min(columns, cached);
   while (columns > kFewest && shape.outer * divide_up(shape.inner, columns) < 2 * max_threads()) {
@@ -50,8 +50,8 @@ Buffer<Real> room_for_terms(int64_t length, int64_t width) {
 // Calls body(slab, column, width, terms) for every group of adjacent columns. Several small groups
 // make one task.
 template <class Real, class Body>
-void for_each_group(const SoftmaxShape& shape, const Body& body) {
-  const int64_t columns = columns_together(shape);
+void for_each_group(const SoftmaxShape& shape, int operands, const Body& body) {
+  const int64_t columns = columns_together(shape, operands);
   const int64_t groups_per_slab = divide_up(shape.inner, columns);
   const int64_t per_task = std::max<int64_t>(1, elements_of_task(shape) / (shape.length * columns));
   const Tiles tasks{{0, shape.outer * groups_per_slab}, per_task};
@@ -125,7 +125,7 @@ void forward(const SoftmaxForwardProblem& p) {
                                rows_of<Out>(p.output, p.shape, first, streams), terms);
         });
   } else {
-    for_each_group<Real>(p.shape, [&](int64_t slab, int64_t column, int64_t width, Real* terms) {
+    for_each_group<Real>(p.shape, 1, [&](int64_t slab, int64_t column, int64_t width, Real* terms) {
       kernels.forward_columns(formula, columns_of<In>(p.input, slab, column), p.shape.length, width,
                               columns_of<Out>(p.output, p.shape, slab, column, streams), terms);
     });
@@ -146,7 +146,7 @@ void backward(const SoftmaxBackwardProblem& p) {
                                                rows_of<Out>(p.grad_input, p.shape, first, streams));
                        });
   } else {
-    for_each_group<Real>(p.shape, [&](int64_t slab, int64_t column, int64_t width, Real*) {
+    for_each_group<Real>(p.shape, 2, [&](int64_t slab, int64_t column, int64_t width, Real*) {
       kernels.backward_columns(formula, columns_of<In>(p.grad_output, slab, column),
                                columns_of<In>(p.output, slab, column), p.shape.length, width,
                                columns_of<Out>(p.grad_input, p.shape, slab, column, streams));

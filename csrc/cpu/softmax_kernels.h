@@ -10,7 +10,7 @@
 namespace flashattn::cpu {
 
 inline constexpr int64_t kMostSoftmaxColumns = 1024, kFewestSoftmaxColumns = 32;
-inline constexpr int64_t kMostSoftmaxTerms = 1 << 16;  // that stay in the cache of a core
+inline constexpr int64_t kMostSoftmaxTerms = 1 << 17;  // that stay in the cache of a core
 
 // Lines of adjacent elements: rows, or one element each of adjacent columns.
 template <class Element>
